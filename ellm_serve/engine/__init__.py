@@ -1,0 +1,1 @@
+"""Tokens in, tokens out: scheduling, sessions and sampling. Knows no text, HTTP or Ray."""

@@ -1,0 +1,142 @@
+"""The plain values that travel between the layers, and later between processes.
+
+Frozen, slotted, built-in types only: no arrays, no pydantic, no locks. The engine sees token ids
+and never text; stop *strings* are therefore not here but in `text.stop`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ellm_serve.errors import InvalidRequest
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; names and neutral values are vLLM's.
+
+    `max_tokens=None` means up to the end of the slot. `top_k` 0 or -1 means off. `seed=None` draws
+    one. `logprobs` / `prompt_logprobs` give the number of alternatives per position (0: only the
+    token itself), None switches them off. `stop_token_ids` end a sequence and are not part of the
+    output text; the model's own end ids do the same unless `ignore_eos`.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check("temperature", self.temperature, 0.0, 100.0)
+        self._check("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        self._check("min_p", self.min_p, 0.0, 1.0)
+        self._check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        self._check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._check("top_k", self.top_k, -1, 1 << 31)
+        self._check("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None:
+            self._check("max_tokens", self.max_tokens, 0, 1 << 31)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens"
+                    f" ({self.max_tokens})",
+                    "min_tokens",
+                )
+        for name, count in (
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs),
+        ):
+            if count is not None:
+                self._check(name, count, 0, MAX_LOGPROBS)
+
+    @staticmethod
+    def _check(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+        # Written so that NaN fails too.
+        if not (low < value <= high if open_low else low <= value <= high):
+            bracket = "(" if open_low else "["
+            raise InvalidRequest(
+                f"{name} must be in {bracket}{low:g}, {high:g}], got {value}", name
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken. vLLM treats tiny temperatures as 0 as well."""
+        return self.temperature < MIN_TEMPERATURE
+
+
+MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to generate: a prompt of token ids and how to continue it.
+
+    `session_key` names the conversation whose KV may be reused and kept; None means no session of
+    its own (the longest matching prefix of the same `principal` is still used).
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    session_key: str | None = None
+    principal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token, its value and rank, and the alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step added to a sequence.
+
+    `token_ids` never contains the end id that stopped the sequence (`stop_token_id` names it).
+    `prompt_logprobs` comes once, with the first delta; its first entry is None.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    error: str | None = None

@@ -1,0 +1,93 @@
+"""The micro-kernel: a few rows times a strip of packed columns, accumulators in registers.
+
+One primitive serves the linear layers, the experts and both products of attention; they differ only
+in strides. `a` is bf16 with pairs along the reduced dimension, the strip is pair-interleaved
+(`[k/2][16 columns][2]` per vector), the result is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ellm_kernels import isa
+from ellm_kernels.jit import kernel
+from ellm_kernels.simd import make_tile_zero, prefetch, tile_outer, tile_store
+
+MR = isa.active().mr
+NV = isa.active().nv
+
+
+def _make_micro(mr: int, nv: int) -> Any:
+    tile_zero = make_tile_zero(mr, nv)
+
+    @kernel
+    def micro(
+        a: int, a_stride: int, b: int, vec_stride: int, pair_stride: int, num_pairs: int,
+        c: int, c_stride: int, ahead: int, ahead_step: int,
+    ) -> None:  # fmt: skip
+        tile = tile_zero()
+        for k in range(num_pairs):
+            tile = tile_outer(tile, a + 4 * k, a_stride, b + k * pair_stride, vec_stride)
+            prefetch(ahead + k * ahead_step)
+        tile_store(tile, c, c_stride)
+
+    return micro
+
+
+def _make_micro_rows(nv: int) -> Any:
+    """`micro` for any number of rows from 1 to 6 and `nv` vectors of columns."""
+    one, two, three, four, five, six = (_make_micro(rows, nv) for rows in range(1, 7))
+
+    @kernel
+    def micro_rows(
+        rows: int, a: int, a_stride: int, b: int, vec_stride: int, pair_stride: int,
+        num_pairs: int, c: int, c_stride: int, ahead: int, ahead_step: int,
+    ) -> None:  # fmt: skip
+        if rows == 6:
+            six(a, a_stride, b, vec_stride, pair_stride, num_pairs, c, c_stride, ahead, ahead_step)
+        elif rows == 5:
+            five(a, a_stride, b, vec_stride, pair_stride, num_pairs, c, c_stride, ahead, ahead_step)
+        elif rows == 4:
+            four(a, a_stride, b, vec_stride, pair_stride, num_pairs, c, c_stride, ahead, ahead_step)
+        elif rows == 3:
+            three(
+                a, a_stride, b, vec_stride, pair_stride, num_pairs, c, c_stride, ahead, ahead_step
+            )
+        elif rows == 2:
+            two(a, a_stride, b, vec_stride, pair_stride, num_pairs, c, c_stride, ahead, ahead_step)
+        elif rows == 1:
+            one(a, a_stride, b, vec_stride, pair_stride, num_pairs, c, c_stride, ahead, ahead_step)
+
+    return micro_rows
+
+
+_strip = _make_micro_rows(NV)
+_single = _make_micro_rows(1)
+
+
+@kernel
+def multiply_block(
+    rows: int, num_vecs: int, a: int, a_stride: int, b: int, vec_stride: int, pair_stride: int,
+    num_pairs: int, c: int, c_stride: int, ahead: int, ahead_step: int,
+) -> None:  # fmt: skip
+    """c[rows, 16·num_vecs] = a[rows, 2·num_pairs] · b, for 1 ≤ rows ≤ MR.
+
+    a: bf16, `a_stride` bytes from row to row. b: vector j of pair k at
+    `b + j·vec_stride + k·pair_stride`. c: float32, `c_stride` bytes from row to row, overwritten.
+    ahead: address of memory wanted soon; `ahead_step` bytes further on with every pair.
+    Each result is one chain of fused steps over k = 0, 1, …: it does not depend on `rows`.
+    """
+    j = 0
+    while j + NV <= num_vecs:
+        _strip(
+            rows, a, a_stride, b + j * vec_stride, vec_stride, pair_stride, num_pairs,
+            c + 64 * j, c_stride, ahead, ahead_step,
+        )  # fmt: skip
+        j += NV
+    if NV > 1:
+        while j < num_vecs:
+            _single(
+                rows, a, a_stride, b + j * vec_stride, vec_stride, pair_stride, num_pairs,
+                c + 64 * j, c_stride, ahead, ahead_step,
+            )  # fmt: skip
+            j += 1
