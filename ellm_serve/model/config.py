@@ -158,20 +158,15 @@ def _refuse_unsupported(fields: JsonFields, architecture: Architecture) -> None:
 def _has_sliding_window(fields: JsonFields, architecture: Architecture) -> bool:
     if any(kind != "full_attention" for kind in fields.texts("layer_types")):
         return True
-    switched_on = fields.flag("use_sliding_window", False)
     # An explicit null switches the window off; an absent key means 4096.
     window = fields.values.get("sliding_window", 4096) is not None
-    if not (switched_on and window):
+    if not window or not fields.flag("use_sliding_window", False):
         return False
-    if architecture is Architecture.QWEN3 and not fields.has("layer_types"):
-        # Dense models use the window from layer `max_window_layers` on.
-        first = fields.positive_int("max_window_layers", 28) if _window_start(fields) else 0
-        return first < fields.positive_int("num_hidden_layers")
-    return architecture is Architecture.QWEN3_MOE
-
-
-def _window_start(fields: JsonFields) -> bool:
-    return fields.values.get("max_window_layers") != 0
+    if architecture is Architecture.QWEN3_MOE:
+        return True
+    # Dense models say per layer, or use the window from layer `max_window_layers` on.
+    first_layer = fields.number("max_window_layers", 28)
+    return not fields.has("layer_types") and first_layer < fields.positive_int("num_hidden_layers")
 
 
 def _num_kv_heads(fields: JsonFields, num_heads: int, moe: bool) -> int:

@@ -12,11 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from ellm_serve.errors import ModelError
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
+    """An integer proper: JSON's true and false are ints to Python."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -50,7 +52,7 @@ class JsonFields:
 
     def positive_int(self, name: str, default: int | None = None) -> int:
         value = self._present(name, default)
-        if not isinstance(value, int) or not _is_int(value) or value <= 0:
+        if not is_int(value) or value <= 0:
             raise self.refuse(name, "a positive integer")
         return value
 
@@ -87,10 +89,13 @@ class JsonFields:
     def ids(self, name: str) -> tuple[int, ...]:
         """Token ids or layer indices: an integer, a list of integers, or nothing."""
         value = self.values.get(name)
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(_is_int(each) and each >= 0 for each in listed):
+        if value is None:
+            return ()
+        listed: list[object] = value if isinstance(value, list) else [value]
+        ids = tuple(each for each in listed if is_int(each) and each >= 0)
+        if len(ids) != len(listed):
             raise self.refuse(name, "an integer >= 0 or a list of them")
-        return tuple(listed)
+        return ids
 
     def texts(self, name: str) -> tuple[str, ...]:
         value = self.values.get(name)

@@ -1,8 +1,7 @@
-"""Sampling defaults a model ships in `generation_config.json`.
+"""Sampling defaults that a model ships in `generation_config.json`.
 
-Every field is optional: None leaves the request's own default in force. Fields that would change
-the output in a way this engine does not implement are refused nowhere here: the file only holds
-defaults, and the keys below are all that a server applies.
+A field is None when the file does not give it; the server's own default then holds. Only fields
+that a server can apply are read; the rest of the file speaks to training frameworks.
 """
 
 from __future__ import annotations
@@ -12,3 +11,56 @@ from pathlib import Path
 
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.fields import JsonFields
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Values for the sampling parameters a request leaves out."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_dir(cls, path: Path) -> GenerationDefaults:
+        """Reads the file; a model without one has no defaults."""
+        file = path / "generation_config.json"
+        if not file.exists():
+            return cls()
+        fields = JsonFields.from_file(file)
+        # An absent do_sample does not mean greedy: many files give only a temperature.
+        greedy = not fields.flag("do_sample", True)
+        return cls(
+            temperature=0.0 if greedy else _in_range(fields, "temperature", 0.0, 100.0),
+            top_k=_top_k(fields),
+            top_p=_in_range(fields, "top_p", 0.0, 1.0),
+            min_p=_in_range(fields, "min_p", 0.0, 1.0),
+            repetition_penalty=_in_range(fields, "repetition_penalty", 0.0, 100.0),
+            max_new_tokens=(
+                fields.positive_int("max_new_tokens") if fields.has("max_new_tokens") else None
+            ),
+            eos_token_ids=fields.ids("eos_token_id"),
+        )
+
+
+def end_token_ids(config: ModelConfig, generation: GenerationDefaults) -> tuple[int, ...]:
+    """Every id that ends a sequence: those of both files, in order, each once."""
+    return tuple(dict.fromkeys(config.eos_token_ids + generation.eos_token_ids))
+
+
+def _in_range(fields: JsonFields, name: str, low: float, high: float) -> float | None:
+    value = fields.optional_number(name)
+    if value is not None and not low <= value <= high:
+        raise fields.refuse(name, f"between {low:g} and {high:g}")
+    return value
+
+
+def _top_k(fields: JsonFields) -> int | None:
+    value = _in_range(fields, "top_k", -1, 1 << 31)
+    if value is not None and value != int(value):
+        raise fields.refuse("top_k", "a whole number")
+    return None if value is None else int(value)

@@ -58,8 +58,7 @@ class RopeConfig:
         if rope_type is RopeType.DEFAULT:
             return cls(theta, max_position_embeddings)
         if rope_type is RopeType.LINEAR:
-            factor = section.positive_number("factor")
-            return cls(theta, max_position_embeddings, rope_type, factor)
+            return cls(theta, max_position_embeddings, rope_type, _factor(section, None))
         return _yarn(config, section, theta, max_position_embeddings)
 
     @property
@@ -76,17 +75,17 @@ class RopeConfig:
             if sequence_length > native:
                 raise ModelError(
                     f"sequence length {sequence_length} exceeds the model's {native} positions;"
-                    f" lower --sequence-length or add to config.json:"
-                    f" {self._scaling_json(sequence_length, native)}"
+                    f" lower --sequence-length or {self._remedy(sequence_length, native)}"
                 )
             return None
         original = self.original_max_position_embeddings
-        if sequence_length > max(self.max_length, native):
+        if sequence_length > self.max_length:
+            # Scaling that ends below the native length was meant for another model.
+            base = native if self.max_length < native else original
             raise ModelError(
                 f"sequence length {sequence_length} exceeds what rope scaling ({self.rope_type},"
                 f" factor {self.factor:g} x {original} positions = {self.max_length}) covers; lower"
-                f" --sequence-length or change config.json to:"
-                f" {self._scaling_json(sequence_length, original)}"
+                f" --sequence-length or {self._remedy(sequence_length, base)}"
             )
         if sequence_length <= original:
             return (
@@ -96,19 +95,20 @@ class RopeConfig:
             )
         return None
 
-    def _scaling_json(self, sequence_length: int, native: int) -> str:
+    def _remedy(self, sequence_length: int, native: int) -> str:
+        if sequence_length <= native:
+            return "remove rope_scaling from config.json"
         # Qwen3's 40960 is 32768 trained positions plus room for an answer; Qwen's own YaRN
         # instructions scale the 32768.
         original = 32_768 if native == 40_960 else native
-        factor = math.ceil(2 * sequence_length / original) / 2
         # rope_theta is repeated because a reader that finds rope_scaling ignores rope_parameters.
         scaling = {
             "rope_type": "yarn",
             "rope_theta": self.theta,
-            "factor": factor,
+            "factor": math.ceil(2 * sequence_length / original) / 2,
             "original_max_position_embeddings": original,
         }
-        return f'"rope_scaling": {json.dumps(scaling)}'
+        return f'put this into config.json: "rope_scaling": {json.dumps(scaling)}'
 
 
 def _rope_section(config: JsonFields) -> JsonFields:
@@ -153,15 +153,12 @@ def _yarn(config: JsonFields, section: JsonFields, theta: float, native: int) ->
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is not None and attention_factor <= 0:
         raise section.refuse("attention_factor", "a positive number")
-    factor = section.positive_number("factor", native / original)
-    if factor < 1:
-        raise section.refuse("factor", "at least 1")
     # transformers reads 0 as absent for the betas and for mscale, so `or` is meant.
     return RopeConfig(
         theta=theta,
         original_max_position_embeddings=original,
         rope_type=RopeType.YARN,
-        factor=factor,
+        factor=_factor(section, native / original),
         attention_factor=attention_factor,
         beta_fast=section.optional_number("beta_fast") or 32.0,
         beta_slow=section.optional_number("beta_slow") or 1.0,
@@ -169,6 +166,13 @@ def _yarn(config: JsonFields, section: JsonFields, theta: float, native: int) ->
         mscale_all_dim=section.optional_number("mscale_all_dim") or None,
         truncate=section.flag("truncate", True),
     )
+
+
+def _factor(section: JsonFields, default: float | None) -> float:
+    factor = section.number("factor", default)
+    if factor < 1:
+        raise section.refuse("factor", "at least 1")
+    return factor
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[NDArray[np.float64], float]:

@@ -11,7 +11,15 @@ from typing import Any
 
 from ellm_kernels import isa
 from ellm_kernels.jit import kernel
-from ellm_kernels.simd import make_tile_zero, prefetch, tile_outer, tile_store
+from ellm_kernels.simd import (
+    make_pointers_load,
+    make_tile_zero,
+    prefetch,
+    tile_outer,
+    tile_outer_rows,
+    tile_store,
+)
+from ellm_kernels.tiles import PAIR_BYTES
 
 MR = isa.active().mr
 NV = isa.active().nv
@@ -91,3 +99,52 @@ def multiply_block(
                 c + 64 * j, c_stride, ahead, ahead_step,
             )  # fmt: skip
             j += 1
+
+
+def _make_gather(mr: int, nv: int) -> Any:
+    tile_zero = make_tile_zero(mr, nv)
+    pointers_load = make_pointers_load(mr)
+
+    @kernel
+    def gather(
+        rows_at: int, b: int, num_pairs: int, c: int, c_stride: int, ahead: int, ahead_step: int
+    ) -> None:
+        rows = pointers_load(rows_at)
+        tile = tile_zero()
+        for k in range(num_pairs):
+            tile = tile_outer_rows(tile, rows, 4 * k, b + k * PAIR_BYTES, 64)
+            prefetch(ahead + k * ahead_step)
+        tile_store(tile, c, c_stride)
+
+    return gather
+
+
+_gather_1, _gather_2, _gather_3, _gather_4, _gather_5, _gather_6 = (
+    _make_gather(rows, NV) for rows in range(1, 7)
+)
+
+
+@kernel
+def multiply_gathered(
+    rows: int, rows_at: int, panel: int, num_pairs: int, c: int, c_stride: int,
+    ahead: int, ahead_step: int,
+) -> None:  # fmt: skip
+    """`multiply_block` over one weight panel for rows anywhere in memory.
+
+    rows_at: int64 address of every row; the same chain of steps per result as `multiply_block`.
+    """
+    for j in range(0, 4, NV):
+        at = panel + 64 * j
+        to = c + 64 * j
+        if rows == 6:
+            _gather_6(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
+        elif rows == 5:
+            _gather_5(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
+        elif rows == 4:
+            _gather_4(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
+        elif rows == 3:
+            _gather_3(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
+        elif rows == 2:
+            _gather_2(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
+        elif rows == 1:
+            _gather_1(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)

@@ -5,7 +5,9 @@ Packing is a transpose of 32-bit words (bf16 pairs): word k of output n goes to 
 
 from __future__ import annotations
 
-from ellm_kernels.jit import entry
+import numpy as np
+
+from ellm_kernels.jit import entry, kernel
 from ellm_kernels.simd import load_i32, store_i32
 from ellm_kernels.tiles import PAIR_BYTES, PANEL
 
@@ -37,3 +39,22 @@ def pack_panels(
             for n in range(count, PANEL):
                 for word in range(k, end):
                     store_i32(at + word * PAIR_BYTES + 4 * n, 0)
+
+
+@kernel
+def embed_packed_rows(
+    panels: int, token_ids: int, hidden: int, row_begin: int, row_end: int, out: int
+) -> None:
+    """`embed_rows` from a packed lm_head, for models whose embeddings are tied to it.
+
+    The two bf16 of a word are the upper halves of two float32. 32 cache lines are touched where a
+    row-major table touches one, but the table need not be held twice.
+    """
+    for row in range(row_begin, row_end):
+        token = np.int64(load_i32(token_ids + 4 * row))
+        at = panels + token // PANEL * (hidden // 2 * PAIR_BYTES) + token % PANEL * 4
+        to = out + row * hidden * 4
+        for pair in range(hidden // 2):
+            word = load_i32(at + pair * PAIR_BYTES)
+            store_i32(to + 8 * pair, word << 16)
+            store_i32(to + 8 * pair + 4, word & -65536)

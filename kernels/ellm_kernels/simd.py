@@ -363,6 +363,20 @@ def _operand(b: Any, words: Any) -> Any:
     return b.bitcast(words, _v32b) if isa.active().bf16_dot else _widen_pair(b, words)
 
 
+def _outer(b: Any, tile: TileType, t: Any, at: list[Any], panel: Any, vec_stride: Any) -> Any:
+    """t + (the pair at each address) × (the pairs of nv column vectors)."""
+    columns = []
+    for j in range(tile.nv):
+        column = b.add(panel, b.mul(vec_stride, _i64c(j)))
+        columns.append(_operand(b, b.load(_pointer(b, column, _v16i), align=4)))
+    for i in range(tile.mr):
+        row = _operand(b, _broadcast(b, b.load(_pointer(b, at[i], _i32), align=2), _v16i))
+        for j in range(tile.nv):
+            k = i * tile.nv + j
+            t = b.insert_value(t, _dot_pair(b, b.extract_value(t, k), row, columns[j]), k)
+    return t
+
+
 @intrinsic
 def tile_outer(_ctx: Any, tile: Any, a: Any, a_stride: Any, panel: Any, vec_stride: Any) -> Any:
     """tile += (one pair of each row) × (one pair of each column).
@@ -372,17 +386,8 @@ def tile_outer(_ctx: Any, tile: Any, a: Any, a_stride: Any, panel: Any, vec_stri
     """
 
     def build(b: Any, t: Any, a: Any, a_stride: Any, panel: Any, vec_stride: Any) -> Any:
-        columns = []
-        for j in range(tile.nv):
-            at = b.add(panel, b.mul(vec_stride, _i64c(j)))
-            columns.append(_operand(b, b.load(_pointer(b, at, _v16i), align=4)))
-        for i in range(tile.mr):
-            word = b.load(_pointer(b, b.add(a, b.mul(a_stride, _i64c(i))), _i32), align=2)
-            row = _operand(b, _broadcast(b, word, _v16i))
-            for j in range(tile.nv):
-                at = i * tile.nv + j
-                t = b.insert_value(t, _dot_pair(b, b.extract_value(t, at), row, columns[j]), at)
-        return t
+        at = [b.add(a, b.mul(a_stride, _i64c(i))) for i in range(tile.mr)]
+        return _outer(b, tile, t, at, panel, vec_stride)
 
     return _emit(build, tile, tile, types.intp, types.intp, types.intp, types.intp)
 
@@ -398,3 +403,48 @@ def tile_store(_ctx: Any, tile: Any, c: Any, c_stride: Any) -> Any:
                 b.store(b.extract_value(t, i * tile.nv + j), _pointer(b, at, _v16f), align=4)
 
     return _emit(build, types.void, tile, types.intp, types.intp)
+
+
+class PointersType(types.Type):  # type: ignore[misc]
+    """Addresses of the rows of a tile that do not lie at a constant distance."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        super().__init__(name=f"Pointers({count})")
+
+
+@register_model(PointersType)
+class _PointersModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: PointersType) -> None:
+        super().__init__(dmm, fe_type, ir.ArrayType(_i64, fe_type.count))
+
+
+def make_pointers_load(count: int) -> Any:
+    """The function that reads `count` row addresses from int64 memory."""
+    pointers = PointersType(count)
+
+    @intrinsic
+    def pointers_load(_ctx: Any, address: Any) -> Any:
+        def build(b: Any, p: Any) -> Any:
+            value: Any = ir.Constant(ir.ArrayType(_i64, count), ir.Undefined)
+            for i in range(count):
+                word = b.load(_pointer(b, b.add(p, _i64c(8 * i)), _i64))
+                value = b.insert_value(value, word, i)
+            return value
+
+        return _emit(build, pointers, types.intp)
+
+    return pointers_load
+
+
+@intrinsic
+def tile_outer_rows(
+    _ctx: Any, tile: Any, rows: Any, offset: Any, panel: Any, vec_stride: Any
+) -> Any:
+    """`tile_outer` whose row i has its pair at `rows[i] + offset`."""
+
+    def build(b: Any, t: Any, rows: Any, offset: Any, panel: Any, vec_stride: Any) -> Any:
+        at = [b.add(b.extract_value(rows, i), offset) for i in range(tile.mr)]
+        return _outer(b, tile, t, at, panel, vec_stride)
+
+    return _emit(build, tile, tile, rows, types.intp, types.intp, types.intp)

@@ -1,0 +1,1 @@
+"""Programs that measure the engine; each prints a table and then one JSON line."""

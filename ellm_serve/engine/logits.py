@@ -1,0 +1,70 @@
+"""What a request changes in its logits before a token is chosen.
+
+Order: logit_bias, then end ids masked until `min_tokens` (so a bias cannot bring them back), then
+repetition, presence and frequency penalties. Works in place on a copy of the row; O(vocabulary)
+memory only for requests that ask for penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ellm_kernels import sampling as kernels
+from ellm_serve.request import SamplingParams
+
+
+class LogitsProcessor:
+    """One sequence's adjustments. `observe` keeps its counts in step with the output."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        end_ids: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        self._params = params
+        self._min_tokens = params.min_tokens if end_ids else 0
+        self._end_ids = np.array(sorted(end_ids), np.int64)
+        self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
+        self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
+        self._penalizes = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        size = vocab_size if self._penalizes else 0
+        self._in_prompt = np.zeros(size, np.uint8)  # [token]
+        self._output_counts = np.zeros(size, np.int32)  # [token]
+        if self._penalizes:
+            self._in_prompt[np.array(prompt_token_ids, np.int64)] = 1
+
+    def changes(self, num_output_tokens: int) -> bool:
+        """Whether `apply` would do anything for the next token."""
+        return (
+            self._penalizes or self._bias_ids.size > 0 or num_output_tokens < self._min_tokens
+        )
+
+    def apply(self, row: NDArray[np.float32], num_output_tokens: int) -> None:
+        """Adjusts the logits of the next token in place."""
+        # Not `row[ids] += bias`, which would add only one of two entries for the same token.
+        np.add.at(row, self._bias_ids, self._bias)
+        if num_output_tokens < self._min_tokens:
+            row[self._end_ids] = -np.inf
+        if self._penalizes:
+            kernels.penalize(
+                row,
+                self._in_prompt,
+                self._output_counts,
+                self._params.repetition_penalty,
+                self._params.presence_penalty,
+                self._params.frequency_penalty,
+            )
+
+    def observe(self, token_id: int) -> None:
+        """Counts a token of the output."""
+        if self._penalizes:
+            self._output_counts[token_id] += 1

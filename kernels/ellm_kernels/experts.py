@@ -1,0 +1,245 @@
+"""Experts: rows grouped by expert, gate/up with SiLU, and down with the weighted sum.
+
+A *group* says which rows each expert computes. It is an int32 array
+
+    [0] number of active experts, [16 …] their ids, then per active expert the begin of its rows
+    (one more entry than experts), then per assignment the row, then per assignment the weight (f32)
+
+with room for `num_experts` experts. A dense MLP is one expert that takes every row with weight 1.
+Assignments of an expert are ordered by row, experts by id; sums run in that order, so no result
+depends on which thread computed what.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ellm_kernels.jit import kernel
+from ellm_kernels.micro import MR, multiply_block, multiply_gathered
+from ellm_kernels.simd import (
+    load_f32,
+    load_i32,
+    prefetch,
+    store_f32,
+    store_i32,
+    store_i64,
+    vadd,
+    vdiv,
+    vexp2,
+    vfma,
+    vload,
+    vmul,
+    vsplat,
+    vstore,
+    vstore_bf16,
+)
+from ellm_kernels.tiles import PAIR_BYTES, PANEL
+
+_HEADER = 16
+_LOG2E = np.float32(1.4426950408889634)
+_ONE = np.float32(1.0)
+_ZERO = np.float32(0.0)
+TILE_BYTES = MR * PANEL * 4
+# What `experts_up` needs per thread: two result tiles and the addresses of their rows.
+UP_SCRATCH_BYTES = 2 * TILE_BYTES + 64
+
+
+def group_bytes(num_experts: int, num_assignments: int) -> int:
+    """Bytes of a group."""
+    return 4 * (_HEADER + 2 * num_experts + 1 + 2 * num_assignments)
+
+
+@kernel
+def _begins(group: int, num_experts: int) -> int:
+    return group + 4 * (_HEADER + num_experts)
+
+
+@kernel
+def _rows(group: int, num_experts: int) -> int:
+    return group + 4 * (_HEADER + 2 * num_experts + 1)
+
+
+@kernel
+def num_active(group: int) -> int:
+    """Experts that have at least one row."""
+    return np.int64(load_i32(group))
+
+
+@kernel
+def group_all(group: int, rows: int) -> None:
+    """The group of a dense MLP: one expert, all rows, weight 1."""
+    store_i32(group, min(rows, 1))
+    store_i32(group + 4 * _HEADER, 0)
+    begins = _begins(group, 1)
+    store_i32(begins, 0)
+    store_i32(begins + 4, rows)
+    at = _rows(group, 1)
+    for row in range(rows):
+        store_i32(at + 4 * row, row)
+        store_f32(at + 4 * (rows + row), _ONE)
+
+
+@kernel
+def group_experts(
+    ids: int, weights: int, rows: int, top_k: int, num_experts: int, group: int, counts: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Groups the assignments of experts first … last-1; several threads may share the experts.
+
+    ids: int32 [rows, top_k]; weights: float32 [rows, top_k]; counts: scratch int32 [num_experts].
+    Everybody counts all assignments (cheap), so nobody waits for anybody's counts.
+    """
+    total = rows * top_k
+    for expert in range(num_experts):
+        store_i32(counts + 4 * expert, 0)
+    for i in range(total):
+        at = counts + 4 * np.int64(load_i32(ids + 4 * i))
+        store_i32(at, load_i32(at) + 1)
+    begins = _begins(group, num_experts)
+    active = 0
+    begin = 0
+    for expert in range(num_experts):
+        count = np.int64(load_i32(counts + 4 * expert))
+        # From here on `counts` says where the expert's next assignment goes.
+        store_i32(counts + 4 * expert, begin)
+        if count > 0:
+            if first <= expert < last:
+                store_i32(group + 4 * (_HEADER + active), expert)
+                store_i32(begins + 4 * active, begin)
+            active += 1
+            begin += count
+    if last == num_experts:
+        store_i32(group, active)
+        store_i32(begins + 4 * active, total)
+    rows_at = _rows(group, num_experts)
+    for i in range(total):
+        expert = np.int64(load_i32(ids + 4 * i))
+        if first <= expert < last:
+            to = np.int64(load_i32(counts + 4 * expert))
+            store_i32(counts + 4 * expert, to + 1)
+            store_i32(rows_at + 4 * to, i // top_k)
+            store_f32(rows_at + 4 * (total + to), load_f32(weights + 4 * i))
+
+
+@kernel
+def _silu_mul(gate: int, up: int, rows: int, out: int, out_stride: int) -> None:
+    """out[rows, 64] bf16 = gate / (1 + e^-gate) · up, from two float32 tiles."""
+    for row in range(rows):
+        for j in range(4):
+            at = row * PANEL * 4 + 64 * j
+            g = vload(gate + at)
+            sigmoid = vdiv(g, vadd(vsplat(_ONE), vexp2(vmul(g, vsplat(-_LOG2E)))))
+            vstore_bf16(out + row * out_stride + 32 * j, vmul(sigmoid, vload(up + at)))
+
+
+@kernel
+def experts_up(
+    x: int, x_stride: int, w: int, num_pairs: int, panels: int, num_experts: int, group: int,
+    panel_run: int, row_run: int, row_runs: int, begin: int, end: int, hidden: int,
+    hidden_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    """hidden[assignment] = SiLU(gate(x[row])) · up(x[row]) for items begin … end-1.
+
+    w: per expert `panels` × {gate panel, up panel} of 2·num_pairs inputs. An item is one active
+    expert × `panel_run` panels × `row_run` of its rows, numbered with rows fastest
+    (`row_runs` runs each, of which those past the expert's last row are empty).
+    """
+    runs = (panels + panel_run - 1) // panel_run
+    panel_bytes = num_pairs * PAIR_BYTES
+    begins = _begins(group, num_experts)
+    rows_at = _rows(group, num_experts)
+    pointers = scratch + 2 * TILE_BYTES
+    for item in range(begin, end):
+        active = item // (runs * row_runs)
+        run = item // row_runs % runs
+        first = np.int64(load_i32(begins + 4 * active))
+        stop = np.int64(load_i32(begins + 4 * active + 4))
+        first += item % row_runs * row_run
+        stop = min(stop, first + row_run)
+        if first >= stop:
+            continue
+        expert = np.int64(load_i32(group + 4 * (_HEADER + active)))
+        blocks = (stop - first + MR - 1) // MR
+        # While a panel's rows are computed the next one is fetched: gate, up, gate, up …
+        step = min(panel_bytes // blocks // num_pairs, 64)
+        for panel in range(run * panel_run, min(panels, (run + 1) * panel_run)):
+            gate_w = w + (expert * panels + panel) * 2 * panel_bytes
+            low = first
+            for block in range(blocks):
+                high = first + (stop - first) * (block + 1) // blocks
+                rows = high - low
+                for i in range(rows):
+                    row = np.int64(load_i32(rows_at + 4 * (low + i)))
+                    store_i64(pointers + 8 * i, x + row * x_stride)
+                ahead = gate_w + 2 * panel_bytes + block * (panel_bytes // blocks)
+                multiply_gathered(
+                    rows, pointers, gate_w, num_pairs, scratch, PANEL * 4, ahead, step
+                )
+                multiply_gathered(
+                    rows, pointers, gate_w + panel_bytes, num_pairs, scratch + TILE_BYTES,
+                    PANEL * 4, ahead + panel_bytes, step,
+                )  # fmt: skip
+                _silu_mul(
+                    scratch, scratch + TILE_BYTES, rows,
+                    hidden + low * hidden_stride + panel * PANEL * 2, hidden_stride,
+                )  # fmt: skip
+                low = high
+
+
+@kernel
+def _add_weighted(
+    tile: int, rows: int, rows_at: int, weights: int, out: int, out_stride: int
+) -> None:
+    """out[row of each assignment] += weight · tile."""
+    for i in range(rows):
+        weight = vsplat(load_f32(weights + 4 * i))
+        to = out + np.int64(load_i32(rows_at + 4 * i)) * out_stride
+        for j in range(4):
+            at = to + 64 * j
+            vstore(at, vfma(weight, vload(tile + i * PANEL * 4 + 64 * j), vload(at)))
+
+
+@kernel
+def experts_down(
+    hidden: int, hidden_stride: int, w: int, num_pairs: int, panels: int, num_experts: int,
+    group: int, total: int, rows: int, begin: int, end: int, out: int, out_stride: int,
+    scratch: int,
+) -> None:  # fmt: skip
+    """out[rows, panels begin … end-1] = Σ over experts in order of weight · down(hidden).
+
+    w: per expert `panels` panels of 2·num_pairs inputs; total: assignments of the group.
+    out: float32, overwritten. One thread owns these columns for all rows, so the sum needs no
+    atomics and always runs in the order of the experts.
+    """
+    panel_bytes = num_pairs * PAIR_BYTES
+    begins = _begins(group, num_experts)
+    rows_list = _rows(group, num_experts)
+    for row in range(rows):
+        for at in range(begin * 256, end * 256, 64):
+            vstore(out + row * out_stride + at, vsplat(_ZERO))
+    for active in range(num_active(group)):
+        expert = np.int64(load_i32(group + 4 * (_HEADER + active)))
+        first = np.int64(load_i32(begins + 4 * active))
+        count = np.int64(load_i32(begins + 4 * active + 4)) - first
+        blocks = (count + MR - 1) // MR
+        step = min(panel_bytes // blocks // num_pairs, 64)
+        for panel in range(begin, end):
+            panel_w = w + (expert * panels + panel) * panel_bytes
+            columns = out + panel * PANEL * 4
+            low = first
+            for block in range(blocks):
+                high = first + count * (block + 1) // blocks
+                rows_at = rows_list + 4 * low
+                for i in range(high - low):
+                    to = columns + np.int64(load_i32(rows_at + 4 * i)) * out_stride
+                    for line in range(4):
+                        prefetch(to + 64 * line)
+                multiply_block(
+                    high - low, 4, hidden + low * hidden_stride, hidden_stride, panel_w, 64,
+                    PAIR_BYTES, num_pairs, scratch, PANEL * 4,
+                    panel_w + panel_bytes + block * (panel_bytes // blocks), step,
+                )  # fmt: skip
+                _add_weighted(
+                    scratch, high - low, rows_at, rows_list + 4 * (total + low), columns, out_stride
+                )
+                low = high
