@@ -97,14 +97,16 @@ def main() -> None:
     print(json.dumps({"preset": arguments.preset, "bytes": num_bytes, "seconds": elapsed}))
 
 
-def write_preset(preset: Mapping[str, object], out: Path, seed: int = 0) -> int:
+def write_preset(
+    preset: Mapping[str, object], out: Path, seed: int = 0, shard_bytes: int = SHARD_BYTES
+) -> int:
     """Writes the model; returns the bytes of its tensors."""
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", preset)
     _write_json(out / "generation_config.json", {"do_sample": True, "eos_token_id": 1})
     tensors = model_tensors(ModelConfig.from_dir(out))
     block = _random_block(seed)
-    shards = list(_split(tensors))
+    shards = list(_split(tensors, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -116,13 +118,15 @@ def write_preset(preset: Mapping[str, object], out: Path, seed: int = 0) -> int:
     return total
 
 
-def _split(tensors: Mapping[str, Shape]) -> Iterator[dict[str, Shape]]:
+def _split(tensors: Mapping[str, Shape], shard_bytes: int) -> Iterator[dict[str, Shape]]:
     shard: dict[str, Shape] = {}
+    filled = 0
     for name, shape in tensors.items():
-        if shard and sum(map(_num_bytes, shard.values())) + _num_bytes(shape) > SHARD_BYTES:
+        if shard and filled + _num_bytes(shape) > shard_bytes:
             yield shard
-            shard = {}
+            shard, filled = {}, 0
         shard[name] = shape
+        filled += _num_bytes(shape)
     yield shard
 
 

@@ -73,8 +73,8 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.dims = dims
         hidden, head = dims.hidden_size, dims.head_dim
-        self.num_q = dims.num_attention_heads * head
-        self.num_kv = dims.num_key_value_heads * head
+        num_q, num_kv = dims.num_attention_heads * head, dims.num_key_value_heads * head
+        self.qkv_borders = (num_q, num_q + num_kv)
         inner = dims.num_experts * dims.moe_intermediate_size
         depth = 1 / math.sqrt(2 * dims.num_hidden_layers)
 
@@ -85,8 +85,8 @@ class Layer(torch.nn.Module):
         self.mlp_norm = torch.nn.Parameter(torch.ones(hidden))
         self.q_norm = torch.nn.Parameter(torch.ones(head))
         self.k_norm = torch.nn.Parameter(torch.ones(head))
-        self.qkv = weight(self.num_q + 2 * self.num_kv, hidden)
-        self.output = weight(hidden, self.num_q, depth)
+        self.qkv = weight(num_q + 2 * num_kv, hidden)
+        self.output = weight(hidden, num_q, depth)
         self.router = weight(dims.num_experts, hidden)
         self.gate_up = weight(2 * inner, hidden)
         self.down = weight(hidden, inner, depth)
@@ -94,10 +94,9 @@ class Layer(torch.nn.Module):
     def attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         dims = self.dims
-        split = (self.num_q, self.num_kv, self.num_kv)
         q, k, v = (
             part.view(batch, length, -1, dims.head_dim).transpose(1, 2)
-            for part in F.linear(x, self.qkv).split(split, dim=-1)
+            for part in F.linear(x, self.qkv).tensor_split(self.qkv_borders, dim=-1)
         )
         q = rotate(rms_norm(q, self.q_norm, dims.rms_norm_eps), cos, sin).to(v.dtype)
         k = rotate(rms_norm(k, self.k_norm, dims.rms_norm_eps), cos, sin).to(v.dtype)
@@ -158,11 +157,14 @@ class Model(torch.nn.Module):
 
 def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
     """The weights in bf16 under the names of the published Qwen3-MoE checkpoints."""
-    found = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
+    found: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": model.final_norm,
+    }
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{index}"
-        q, k, v = layer.qkv.split((layer.num_q, layer.num_kv, layer.num_kv))
+        q, k, v = layer.qkv.tensor_split(layer.qkv_borders)
         attention = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": layer.output}
         attention |= {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
         for name, tensor in attention.items():

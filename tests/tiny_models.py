@@ -22,6 +22,20 @@ from ellm_serve.model.tensors import model_tensors
 Array = NDArray[Any]
 
 TORCH_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+FIXED: dict[str, object] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+}
+GENERATION: dict[str, object] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -59,27 +73,21 @@ def write_model(
     """
     directory.mkdir(parents=True, exist_ok=True)
     ends = list(eos_token_ids) or [vocab - 1, vocab - 2]
-    config: dict[str, object] = {
+    config: dict[str, object] = FIXED | {
         "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if moe else "qwen3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
         "eos_token_id": ends[0],
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "max_position_embeddings": max_positions,
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-6,
         "rope_scaling": rope_scaling,
         "rope_theta": rope_theta,
         "tie_word_embeddings": tie,
         "torch_dtype": TORCH_NAMES[dtype],
-        "use_sliding_window": False,
         "vocab_size": vocab,
     }
     if moe:
@@ -92,8 +100,7 @@ def write_model(
             "num_experts_per_tok": top_k,
         }
     _write_json(directory / "config.json", config | dict(overrides or {}))
-    generation = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
-    _write_json(directory / "generation_config.json", generation | {"eos_token_id": ends})
+    _write_json(directory / "generation_config.json", GENERATION | {"eos_token_id": ends})
     write_weights(directory, random_tensors(directory, dtype, seed), shards)
     return directory
 

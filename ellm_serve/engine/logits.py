@@ -44,9 +44,7 @@ class LogitsProcessor:
 
     def changes(self, num_output_tokens: int) -> bool:
         """Whether `apply` would do anything for the next token."""
-        return (
-            self._penalizes or self._bias_ids.size > 0 or num_output_tokens < self._min_tokens
-        )
+        return self._penalizes or self._bias_ids.size > 0 or num_output_tokens < self._min_tokens
 
     def apply(self, row: NDArray[np.float32], num_output_tokens: int) -> None:
         """Adjusts the logits of the next token in place."""

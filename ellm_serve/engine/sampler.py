@@ -56,16 +56,20 @@ class Sampler:
             row = self._row
             processor.apply(row, num_output_tokens)
         best = _argmax(row)
-        token = best
-        if not params.greedy:
-            token = kernels.draw(
-                row, best, params.temperature, params.min_p, max(params.top_k, 0), params.top_p,
-                kernels.uniform(seed & MAX_SEED, position),
-                self._weights, self._ids, self._border, self._histogram,
-            )  # fmt: skip
+        token = best if params.greedy else self._draw(row, best, params, seed, position)
         if params.logprobs is None:
             return Choice(token, None)
         return Choice(token, self.logprobs(logits, token, params.logprobs))
+
+    def _draw(
+        self, row: NDArray[np.float32], best: int, params: SamplingParams, seed: int, position: int
+    ) -> int:
+        count = kernels.keep(
+            row, best, params.temperature, params.min_p, max(params.top_k, 0), params.top_p,
+            self._weights, self._ids, self._border, self._histogram,
+        )  # fmt: skip
+        point = kernels.uniform(seed & MAX_SEED, position)
+        return int(kernels.pick(self._weights, self._ids, count, point))
 
     def logprobs(self, logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
         """Raw log-probability and rank of a token, and the `count` most likely ones."""
@@ -75,16 +79,17 @@ class Sampler:
             kernels.top_ids(logits, top)
         return TokenLogprobs(
             token_id,
-            float(logits[token_id]) - total,
+            min(float(logits[token_id]) - total, 0.0),
             kernels.rank(logits, token_id),
-            tuple((int(token), float(logits[token]) - total) for token in top),
+            tuple((int(token), min(float(logits[token]) - total, 0.0)) for token in top),
         )
 
     def prompt_logprobs(
         self, logits: NDArray[np.float32], token_ids: Sequence[int], count: int
     ) -> list[TokenLogprobs]:
         """One entry per row: how likely the token after it was."""
-        return [self.logprobs(row, token, count) for row, token in zip(logits, token_ids)]
+        pairs = zip(logits, token_ids, strict=True)
+        return [self.logprobs(row, token, count) for row, token in pairs]
 
 
 def _argmax(row: NDArray[np.float32]) -> int:

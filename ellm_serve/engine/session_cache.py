@@ -8,7 +8,6 @@ those of a running slot never change, so another sequence may copy them at any t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ellm_serve.engine.executor import Executor
@@ -70,7 +69,7 @@ class SessionCache:
 
     def __init__(self, executor: Executor, fork_threshold: int) -> None:
         self._executor = executor
-        self._fork_threshold = fork_threshold
+        self.fork_threshold = fork_threshold
         self._slots = [_Slot(index) for index in range(executor.limits.num_slots)]
         self._clock = 0
         self.num_evictions = 0
@@ -139,7 +138,6 @@ class SessionCache:
         """Ends a lease; what was computed stays for the next turn."""
         slot = self._leased(lease)
         slot.busy = False
-        del slot.token_ids[slot.valid_len :]
         if slot.valid_len == 0:
             self._clear(slot)
         self._touch(slot)
@@ -176,13 +174,12 @@ class SessionCache:
             return _Plan(source, source, usable)
         target = self._cheapest(keep=source)
         if not source.busy and (
-            target is None
-            or self._cost(source, lost) < self._cost(target, target.valid_len)
+            target is None or self._cost(source, lost) < self._cost(target, target.valid_len)
         ):
             return _Plan(source, source, usable)
         if target is None:
             return None
-        if usable < self._fork_threshold:
+        if usable < self.fork_threshold:
             return _Plan(target, None, 0)
         return _Plan(target, source, usable)
 

@@ -6,7 +6,7 @@ Counters are written by the engine's loop thread alone and only ever grow; reade
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ellm_serve.request import FinishReason, Usage
 
@@ -57,6 +57,17 @@ class StepStats:
     prefill_s: float = 0.0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     prefill_tokens_per_s: float = 0.0
+
+    def copy(self) -> StepStats:
+        """A snapshot for another thread."""
+        return replace(self, finished=self.finished.copy())
+
+    def ended(self, request: RequestStats) -> None:
+        """One request is over."""
+        self.num_prompt_tokens += request.usage.num_prompt_tokens
+        self.num_cached_tokens += request.usage.num_cached_tokens
+        self.num_output_tokens += request.usage.num_output_tokens
+        self.finished[request.finish_reason] += 1
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """One block of so many tokens is done."""

@@ -196,7 +196,8 @@ def _check_dims(config: ModelConfig) -> None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % kv_heads:
         raise ModelError(
-            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+            f"config.json: num_attention_heads ({heads}) must be a multiple of"
+            f" num_key_value_heads ({kv_heads})"
         )
     for name, value, multiple in (
         ("hidden_size", config.hidden_size, 2),
@@ -205,18 +206,16 @@ def _check_dims(config: ModelConfig) -> None:
         ("moe_intermediate_size", config.moe_intermediate_size, 2),
     ):
         if value % multiple:
-            raise ModelError(f"{name} ({value}) must be a multiple of {multiple}")
+            raise ModelError(f"config.json: {name} ({value}) must be a multiple of {multiple}")
     if config.num_experts_per_tok > config.num_experts:
         raise ModelError(
-            f"num_experts_per_tok ({config.num_experts_per_tok}) exceeds num_experts"
-            f" ({config.num_experts})"
+            f"config.json: num_experts_per_tok ({config.num_experts_per_tok}) exceeds"
+            f" num_experts ({config.num_experts})"
         )
-    if len(config.moe_layers) != config.num_layers:
-        raise ModelError(
-            f"moe_layers has {len(config.moe_layers)} entries for {config.num_layers} layers"
-        )
+    assert len(config.moe_layers) == config.num_layers
     for token_id in config.eos_token_ids:
         if token_id >= config.vocab_size:
             raise ModelError(
-                f"eos_token_id {token_id} is outside the vocabulary of {config.vocab_size}"
+                f"config.json: eos_token_id {token_id} is outside the vocabulary of"
+                f" {config.vocab_size}"
             )

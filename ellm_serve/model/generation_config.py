@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ellm_serve.errors import ModelError
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.fields import JsonFields
 
@@ -37,9 +38,9 @@ class GenerationDefaults:
         return cls(
             temperature=0.0 if greedy else _in_range(fields, "temperature", 0.0, 100.0),
             top_k=_top_k(fields),
-            top_p=_in_range(fields, "top_p", 0.0, 1.0),
+            top_p=_in_range(fields, "top_p", 0.0, 1.0, open_low=True),
             min_p=_in_range(fields, "min_p", 0.0, 1.0),
-            repetition_penalty=_in_range(fields, "repetition_penalty", 0.0, 100.0),
+            repetition_penalty=_in_range(fields, "repetition_penalty", 0.0, 100.0, open_low=True),
             max_new_tokens=(
                 fields.positive_int("max_new_tokens") if fields.has("max_new_tokens") else None
             ),
@@ -49,14 +50,23 @@ class GenerationDefaults:
 
 def end_token_ids(config: ModelConfig, generation: GenerationDefaults) -> tuple[int, ...]:
     """Every id that ends a sequence: those of both files, in order, each once."""
-    return tuple(dict.fromkeys(config.eos_token_ids + generation.eos_token_ids))
+    ends = tuple(dict.fromkeys(config.eos_token_ids + generation.eos_token_ids))
+    for token_id in ends:
+        if token_id >= config.vocab_size:
+            raise ModelError(
+                f"generation_config.json: eos_token_id {token_id} is outside the vocabulary of"
+                f" {config.vocab_size}"
+            )
+    return ends
 
 
-def _in_range(fields: JsonFields, name: str, low: float, high: float) -> float | None:
+def _in_range(
+    fields: JsonFields, name: str, low: float, high: float, open_low: bool = False
+) -> float | None:
     value = fields.optional_number(name)
-    if value is not None and not low <= value <= high:
-        raise fields.refuse(name, f"between {low:g} and {high:g}")
-    return value
+    if value is None or low < value <= high or (value == low and not open_low):
+        return value
+    raise fields.refuse(name, f"in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
 def _top_k(fields: JsonFields) -> int | None:

@@ -38,7 +38,7 @@ def resolve_model(
         return local
     if local.exists():
         raise ModelError(f"{model} is a file; give the directory that holds config.json")
-    offline = offline or constants.is_offline_mode()
+    offline = offline or constants.HF_HUB_OFFLINE
     name = model if revision is None else f"{model} at revision {revision}"
     try:
         snapshot = huggingface_hub.snapshot_download(
@@ -62,10 +62,11 @@ def _explain(name: str, offline: bool, error: Exception) -> str:
                 f"{name!r} is neither a directory nor a hub id (owner/name) nor {BUILTIN!r};"
                 " is the path right?"
             )
-        case errors.IncompleteSnapshotError():
-            return f"{name} is only partly in the cache; run once with network access to resume"
         case errors.LocalEntryNotFoundError() if offline:
-            return f"{name} is not in the cache and downloads are off; run once with network access"
+            return (
+                f"{name} is not completely in the cache and downloads are off; run once with"
+                " network access"
+            )
         case errors.GatedRepoError():
             return f"{name} is gated; accept its terms on the hub and log in with `hf auth login`"
         case errors.RevisionNotFoundError():
@@ -74,7 +75,7 @@ def _explain(name: str, offline: bool, error: Exception) -> str:
             return f"{name} is not on the hub, or is private (log in with `hf auth login`)"
         case errors.LocalEntryNotFoundError():
             reason = str(error.__cause__ or "no connection").partition("\n")[0]
-            return f"{name} is not in the cache and the hub cannot be reached ({reason})"
+            return f"{name} is not completely cached and the hub cannot be reached ({reason})"
         case _:
             return f"downloading {name} failed: {str(error).partition(chr(10))[0]}"
 

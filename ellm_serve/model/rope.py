@@ -153,19 +153,26 @@ def _yarn(config: JsonFields, section: JsonFields, theta: float, native: int) ->
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is not None and attention_factor <= 0:
         raise section.refuse("attention_factor", "a positive number")
-    # transformers reads 0 as absent for the betas and for mscale, so `or` is meant.
     return RopeConfig(
         theta=theta,
         original_max_position_embeddings=original,
         rope_type=RopeType.YARN,
         factor=_factor(section, native / original),
         attention_factor=attention_factor,
-        beta_fast=section.optional_number("beta_fast") or 32.0,
-        beta_slow=section.optional_number("beta_slow") or 1.0,
-        mscale=section.optional_number("mscale") or None,
-        mscale_all_dim=section.optional_number("mscale_all_dim") or None,
+        beta_fast=_positive(section, "beta_fast") or 32.0,
+        beta_slow=_positive(section, "beta_slow") or 1.0,
+        mscale=_positive(section, "mscale"),
+        mscale_all_dim=_positive(section, "mscale_all_dim"),
         truncate=section.flag("truncate", True),
     )
+
+
+def _positive(section: JsonFields, name: str) -> float | None:
+    """transformers reads 0 as absent for these."""
+    value = section.optional_number(name)
+    if value is not None and value < 0:
+        raise section.refuse(name, "a positive number")
+    return value or None
 
 
 def _factor(section: JsonFields, default: float | None) -> float:

@@ -42,7 +42,7 @@ def longest_first(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 class ControlSpellings:
-    """The spellings of a tokenizer's control tokens, and the pieces they could be put together from."""
+    """The spellings of a tokenizer's control tokens, and what they could be put together from."""
 
     def __init__(self, tokens: Mapping[str, bool]) -> None:
         """`tokens` tells for each added token whether it is a special one."""
@@ -80,8 +80,8 @@ class StandIns:
         size = len(spellings.alphabet)
         start = _free_block(size + 1, strings)
         self.end_mark = chr(start + size)
-        self._hide = {ord(char): start + i for i, char in enumerate(spellings.alphabet)}
-        self._show = {code: char for char, code in self._hide.items()}
+        self._hide = dict(zip(map(ord, spellings.alphabet), _chars(start, size), strict=True))
+        self._show = dict(zip(range(start, start + size), spellings.alphabet, strict=True))
         self._show[start + size] = ""
         self._hidden = re.compile(f"[{chr(start)}-{chr(start + size - 1)}]+" if size else r"(?!)")
 
@@ -91,7 +91,12 @@ class StandIns:
 
     def hide_fragments(self, value: Json) -> Json:
         """Replaces what could be completed to a control spelling by its surroundings."""
-        return map_strings(value, self._hide_ends)
+        # Keys that are names stay: templates look values up by them.
+        return map_strings(
+            value,
+            self._hide_ends,
+            lambda key: key if key.isidentifier() else self._hide_ends(key),
+        )
 
     def show(self, text: str) -> str:
         """The ordinary spelling of a text with stand-ins."""
@@ -113,6 +118,10 @@ class StandIns:
         for start, stop in self._spellings.fragments(text):
             text = text[:start] + text[start:stop].translate(self._hide) + text[stop:]
         return text
+
+
+def _chars(start: int, size: int) -> list[str]:
+    return [chr(code) for code in range(start, start + size)]
 
 
 def _free_block(size: int, strings: Iterable[str]) -> int:

@@ -49,7 +49,7 @@ def _normalize(message: Mapping[str, object], param: str, warnings: list[str]) -
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{param}.role must be a non-empty string", f"{param}.role")
     # Nulls mean "absent" on the wire, and an empty list of calls is no call.
-    result = {key: value for key, value in plain.items() if value is not None}
+    result: Message = {key: value for key, value in plain.items() if value is not None}
     if result.get("tool_calls") == []:
         del result["tool_calls"]
     result["role"] = "system" if role == "developer" else role

@@ -49,14 +49,17 @@ def plain_json(value: object, param: str, depth: int = 0) -> Json:
     raise InvalidRequest(f"{param} contains a {type(value).__name__}, which is not JSON", param)
 
 
-def map_strings(value: Json, change: Callable[[str], str]) -> Json:
-    """The same value with every string in it, keys included, replaced by `change(string)`."""
+def map_strings(
+    value: Json, change: Callable[[str], str], change_key: Callable[[str], str] | None = None
+) -> Json:
+    """The same value with `change` applied to every string in it, and to keys unless told apart."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [map_strings(item, change) for item in value]
+        return [map_strings(item, change, change_key) for item in value]
     if isinstance(value, dict):
-        return {change(key): map_strings(item, change) for key, item in value.items()}
+        of_key = change_key or change
+        return {of_key(key): map_strings(item, change, change_key) for key, item in value.items()}
     return value
 
 

@@ -7,6 +7,7 @@ Violations are SecurityErrors; no template for language models comes near any of
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence, Sized
@@ -22,16 +23,18 @@ WORK_PER_OUTPUT_CHAR = 64
 MAX_LIST_ITEMS = 1_000_000
 MAX_INT_BITS = 1 << 14
 MAX_WIDTH = 1_000
+MAX_INDENT = 64
 
 # Filters and string methods whose result grows with a number or a string they are given.
 _PADDING = frozenset(
     {"center", "ljust", "rjust", "zfill", "indent", "wordwrap", "batch", "slice", "round"}
 )
-# Filters that look through a whole container; one that holds itself twice, twice, ... has 2^n items.
+# Filters that look through a whole container: [x, x] with x = [y, y] and so on has 2^n items.
 _DEEP = frozenset(
     {"tojson", "string", "pprint", "join", "format", "sort", "unique", "min", "max", "groupby"}
 )
 _WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(?:\*|\d{4,})")
+_NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _WIDE_FIELD = re.compile(r"\{|\d{4,}")
 
 
@@ -84,6 +87,13 @@ class RenderState:
             return {self.plain(key): self.plain(item) for key, item in value.items()}
         return value
 
+    def escape_non_ascii(self, text: str) -> str:
+        """JSON text with `\\u` escapes for all but the stand-ins, which are ASCII in disguise."""
+        return _NON_ASCII.sub(lambda match: self._escaped(match.group()), text)
+
+    def _escaped(self, char: str) -> str:
+        return char if self.plain(char) != char else json.dumps(char)[1:-1]
+
 
 def check_call(state: RenderState, name: str, subject: object, args: Sequence[object]) -> None:
     """Prices a filter or string method before it runs on `subject`."""
@@ -119,7 +129,9 @@ def _check_padding(state: RenderState, name: str, subject: object, args: Sequenc
 def _check_join(state: RenderState, subject: object, args: Sequence[object]) -> None:
     """Either `items | join(glue)` or `glue.join(items)`."""
     operands = (subject, *args)
-    num_items = max((len(x) for x in operands if isinstance(x, Sized) and not isinstance(x, str)), default=0)
+    num_items = max(
+        (len(x) for x in operands if isinstance(x, Sized) and not isinstance(x, str)), default=0
+    )
     for operand in operands:
         if isinstance(operand, str):
             state.spend(len(operand) * num_items)
@@ -138,6 +150,13 @@ def check_format(text: str) -> None:
     for _, _, spec, _ in Formatter().parse(text):
         if spec and _WIDE_FIELD.search(spec):
             raise SecurityError("chat templates may not format to such a width")
+
+
+def check_indent(indent: object, separators: object) -> None:
+    """Keeps the layout of JSON text from growing out of proportion."""
+    size = indent if isinstance(indent, int) else len(str(indent or ""))
+    if size > MAX_INDENT or len(str(separators)) > MAX_INDENT:
+        raise SecurityError(f"chat templates may indent JSON by up to {MAX_INDENT} only")
 
 
 def check_binop(state: RenderState, operator: str, left: object, right: object) -> None:

@@ -7,14 +7,15 @@ or text is used up. Templates otherwise see what transformers offers them.
 
 from __future__ import annotations
 
-import functools
+import json
 import operator
 import types
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
-from jinja2 import nodes, pass_context
-from jinja2.exceptions import SecurityError
+from jinja2 import Environment, nodes, pass_context
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -26,6 +27,8 @@ from ellm_serve.text.render_limits import (
     check_binop,
     check_call,
     check_format,
+    check_indent,
+    check_percent,
 )
 
 # Names that no template can write.
@@ -35,7 +38,7 @@ _MEASURE, _TICK, _PLAIN = "\0measure", "\0tick", "\0plain"
 # Their results grow with arguments in ways that are not worth pricing.
 _UNSAFE_ATTRIBUTES = frozenset({"translate", "expandtabs", "encode", "to_bytes"})
 
-# What a template may ask a string about its content; answered for the text as the client spelled it.
+# What a template may ask about the content of a string; answered for the client's own spelling.
 _QUESTIONS = frozenset({"startswith", "endswith", "find", "rfind", "index", "rindex", "count"})
 
 
@@ -65,10 +68,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         # Without a purpose here, and costly with large arguments.
         del self.globals["lipsum"]
-
-    def limit_filters(self) -> None:
-        """Puts a price on every filter; to be called when all are in place."""
-        self.filters = {name: _priced(name, f) for name, f in self.filters.items()}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        library = ImmutableSandboxedEnvironment()
+        library.filters["tojson"] = _tojson
+        self.filters = {name: _priced(name, library) for name in library.filters}
         self.filters |= {_MEASURE: _measure, _TICK: _tick, _PLAIN: _plain}
 
     def _generate(
@@ -104,9 +107,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             subject, name = __obj.__self__, __obj.__name__
             if name == "join":
                 args = tuple(list(arg) for arg in args)
-            check_call(state, name, subject, [*args, *kwargs.values()])
+            check_call(state, name, subject, args)
             if name in _QUESTIONS and state.stand_ins is not None:
-                question = operator.methodcaller(name, *map(state.plain, args), **kwargs)
+                # These take no keywords; those in `kwargs` are Jinja's own.
+                question = operator.methodcaller(name, *map(state.plain, args))
                 return question(state.plain(subject))
         return _paid(state, super().call(__context, __obj, *args, **kwargs))
 
@@ -144,7 +148,7 @@ def _build_in_limits(template: nodes.Template) -> None:
             operand.expr = _wrap(_PLAIN, operand.expr)
 
 
-def _wrap(name: str, node: nodes.Expr) -> nodes.Expr:
+def _wrap(name: str, node: nodes.Node) -> nodes.Filter:
     if isinstance(node, nodes.TemplateData):
         node = nodes.Const(node.data, lineno=node.lineno)
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -170,23 +174,41 @@ def _plain(context: Context, value: Any) -> Any:
     return state.plain(value)
 
 
-def _priced(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter with its price; keeps asking Jinja for the context if `function` does so."""
-    mode = _PassArg.from_obj(function)
+def _priced(name: str, library: Environment) -> Callable[..., Any]:
+    """The filter `name` of `library`, with its price."""
 
     @pass_context
-    @functools.wraps(function)
     def priced(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         state = _state(context)
         if name == "join" and not isinstance(value, str):
             value = list(value)
         check_call(state, name, value, [*args, *kwargs.values()])
-        leading = {
-            None: (),
-            _PassArg.context: (context,),
-            _PassArg.eval_context: (context.eval_ctx,),
-            _PassArg.environment: (context.environment,),
-        }[mode]
-        return _paid(state, function(*leading, value, *args, **kwargs))
+        return _paid(state, library.call_filter(name, value, args, kwargs, context))
 
     return priced
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    check_percent(format)
+    return datetime.now().strftime(format)
+
+
+@pass_context
+def _tojson(
+    context: Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as Python writes it; Jinja's own filter would escape it for HTML."""
+    check_indent(indent, separators)
+    text = json.dumps(
+        value, indent=indent, separators=separators, sort_keys=sort_keys, ensure_ascii=False
+    )
+    return _state(context).escape_non_ascii(text) if ensure_ascii else text

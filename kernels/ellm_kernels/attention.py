@@ -9,17 +9,22 @@ row f of a span is token f // group_size, query head f % group_size. A unit of w
 from __future__ import annotations
 
 from ellm_kernels.attention_piece import (
+    OUT_OFFSET,
     SCORE_STRIDE,
-    attend_chunk,
     finish,
     fold,
     piece_bytes,
     piece_stride,
+    probabilities,
+    visible,
 )
 from ellm_kernels.jit import kernel
-from ellm_kernels.kv_layout import CHUNK, Heads, KvLayout, chunk_keys
-from ellm_kernels.simd import load_i32, store_i32, vload, vstore
+from ellm_kernels.kv_layout import CHUNK, GROUP, Heads, KvLayout, chunk_keys, chunk_values
+from ellm_kernels.micro import MR, NV, multiply_block
+from ellm_kernels.simd import LANES, load_i32, store_i32
 
+# A chunk of keys and values (256 KiB at head_dim 128) and a tile share the second-level cache. 48
+# to 192 rows run equally fast on one core; more rows ask less of memory when all cores run.
 TILE_ROWS = 96
 
 
@@ -48,10 +53,50 @@ def copy_words(source: int, num_words: int, target: int) -> None:
 
 
 @kernel
-def copy_piece(source: int, head_dim: int, target: int) -> None:
-    """Copies a piece."""
-    for i in range(0, piece_stride(head_dim), 64):
-        vstore(target + i, vload(source + i))
+def _scores(num_rows: int, q: int, keys: int, num_groups: int, head_dim: int, scores: int) -> None:
+    """Scores of `num_groups` × 16 keys; a strip of keys stays in the first-level cache."""
+    q_stride = 2 * head_dim
+    group_bytes = GROUP * head_dim * 2
+    group = 0
+    while group < num_groups:
+        width = min(NV, num_groups - group)
+        row = 0
+        while row < num_rows:
+            multiply_block(
+                min(MR, num_rows - row), width, q + row * q_stride, q_stride,
+                keys + group * group_bytes, group_bytes, 64, head_dim // 2,
+                scores + row * SCORE_STRIDE + group * 64, SCORE_STRIDE, q, 0,
+            )  # fmt: skip
+            row += MR
+        group += width
+
+
+@kernel
+def _attend_chunk(
+    num_rows: int, q: int, keys: int, first: int, group_size: int, head_dim: int,
+    scores: int, pieces: int,
+) -> None:  # fmt: skip
+    """The pieces of `num_rows` queries and one chunk.
+
+    q: bf16 [num_rows][head_dim]. Row r sees `visible(first, r, group_size)` positions.
+    """
+    values = chunk_values(keys, head_dim)
+    limit = visible(first, num_rows - 1, group_size)
+    num_groups = (limit + GROUP - 1) // GROUP
+    _scores(num_rows, q, keys, num_groups, head_dim, scores)
+    stride = piece_stride(head_dim)
+    for row in range(num_rows):
+        sees = visible(first, row, group_size)
+        at = scores + row * SCORE_STRIDE
+        probabilities(at, sees, num_groups, pieces + row * stride, at, 0)
+    row = 0
+    while row < num_rows:
+        multiply_block(
+            min(MR, num_rows - row), head_dim // LANES, scores + row * SCORE_STRIDE, SCORE_STRIDE,
+            values, 64, head_dim * 4, (limit + 1) // 2,
+            pieces + row * stride + OUT_OFFSET, stride, q, 0,
+        )  # fmt: skip
+        row += MR
 
 
 @kernel
@@ -81,10 +126,10 @@ def _attend_tile(
         # Rows whose position lies before the chunk see nothing of it.
         first = (start - chunk * CHUNK) * group_size + begin
         skip = max(0, -first)
-        attend_chunk(
+        _attend_chunk(
             end - begin - skip, scratch + skip * 2 * d,
             chunk_keys(kv, slot, chunk, layer, kv_head), first + skip, group_size, d,
-            scores, states if chunk == 0 else pieces, 0, 0,
+            scores, states if chunk == 0 else pieces,
         )  # fmt: skip
         if chunk > 0:
             for row in range(end - begin - skip):

@@ -15,12 +15,12 @@ import numpy as np
 from ellm_kernels.atomics import atomic_add, atomic_store
 from ellm_kernels.attention_piece import (
     SCORE_STRIDE,
-    attend_chunk,
     finish,
     fold,
     piece_bytes,
     piece_stride,
 )
+from ellm_kernels.attention_stream import stream_chunk
 from ellm_kernels.jit import kernel
 from ellm_kernels.kv_layout import CHUNK, Heads, KvLayout, chunk_keys
 from ellm_kernels.rope import Rotary, StepRows, kv_write, rope_query, rope_scratch_bytes
@@ -109,10 +109,10 @@ def _attend_row_head(
         upcoming = next_keys
         if chunk + 1 < chunk_end:
             upcoming = chunk_keys(kv, slot, chunk + 1, layer, kv_head)
-        attend_chunk(
+        stream_chunk(
             group_size, scratch, chunk_keys(kv, slot, chunk, layer, kv_head),
-            (position - chunk * CHUNK) * group_size, group_size, d, scores,
-            pieces + chunk * group_size * piece_stride(d), 1, upcoming,
+            min(CHUNK, position - chunk * CHUNK + 1), d, scores,
+            pieces + chunk * group_size * piece_stride(d), upcoming,
         )  # fmt: skip
     counter = work.counters + (row * heads.num_kv_heads + kv_head) * 8
     done = chunk_end - chunk_begin

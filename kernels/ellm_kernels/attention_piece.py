@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from ellm_kernels.jit import kernel
-from ellm_kernels.kv_layout import CHUNK, GROUP, chunk_values
-from ellm_kernels.micro import MR, NV, multiply_block
+from ellm_kernels.kv_layout import CHUNK, GROUP
 from ellm_kernels.simd import (
     LANES,
     prefetch,
@@ -41,7 +40,7 @@ from ellm_kernels.simd import (
     vsum,
 )
 
-_OUT = 2 * 64  # bytes before o
+OUT_OFFSET = 2 * 64  # bytes of a piece before o
 # One row of scores; its probabilities overwrite it from the left. The extra line keeps the rows of
 # a tile from falling into the same sets of the first-level cache.
 SCORE_STRIDE = CHUNK * 4 + 64
@@ -50,46 +49,19 @@ _FIRST = np.float32(-np.inf)
 
 def piece_bytes(head_dim: int) -> int:
     """Bytes of one piece."""
-    return _OUT + head_dim * 4
+    return OUT_OFFSET + head_dim * 4
 
 
 @kernel
 def piece_stride(head_dim: int) -> int:
     """`piece_bytes` for kernels."""
-    return _OUT + head_dim * 4
+    return OUT_OFFSET + head_dim * 4
 
 
 @kernel
-def _scores(
-    num_rows: int, q: int, keys: int, num_groups: int, head_dim: int, scores: int, ahead: int
-) -> None:
-    """Scores of `num_groups` × 16 keys, a strip of keys at a time so that it stays close by.
-
-    ahead: memory wanted next (512 keys' worth), asked for at the speed of the product.
-    """
-    q_stride = 2 * head_dim
-    group_bytes = GROUP * head_dim * 2
-    group = 0
-    while group < num_groups:
-        width = min(NV, num_groups - group)
-        if ahead:
-            prefetch_range(ahead + group * group_bytes, width * group_bytes)
-        row = 0
-        while row < num_rows:
-            multiply_block(
-                min(MR, num_rows - row), width, q + row * q_stride, q_stride,
-                keys + group * group_bytes, group_bytes, 64, head_dim // 2,
-                scores + row * SCORE_STRIDE + group * 64, SCORE_STRIDE, q, 0,
-            )  # fmt: skip
-            row += MR
-        group += width
-
-
-@kernel
-def prefetch_range(address: int, size: int) -> None:
-    """Asks for `size` bytes to be brought into the second-level cache."""
-    for line in range(size // 64):
-        prefetch(address + 64 * line)
+def visible(first: int, row: int, group_size: int) -> int:
+    """Positions of a chunk that a row of a tile sees, rows being tokens × query heads."""
+    return min(CHUNK, (first + row) // group_size + 1)
 
 
 @kernel
@@ -117,8 +89,13 @@ def _row_max(scores: int, limit: int) -> float:
 
 
 @kernel
-def _probabilities(scores: int, limit: int, num_groups: int, piece: int) -> None:
-    """Turns one row of scores into bf16 probabilities in place; sets m and l of the piece."""
+def probabilities(
+    scores: int, limit: int, num_groups: int, piece: int, ahead: int, step: int
+) -> None:
+    """Turns one row of scores into bf16 probabilities in place; sets m and l of the piece.
+
+    ahead: memory wanted soon; `step` bytes (at most 128) are asked for with every 32 positions.
+    """
     m = vsplat(_row_max(scores, limit))
     even, odd = vsplat(np.float32(0)), vsplat(np.float32(0))
     whole = limit // (2 * GROUP)
@@ -126,6 +103,8 @@ def _probabilities(scores: int, limit: int, num_groups: int, piece: int) -> None
         s, t = vload(scores + 128 * pair), vload(scores + 128 * pair + 64)
         p, q = vexp2(vsub(s, m)), vexp2(vsub(t, m))
         even, odd = vadd(even, p), vadd(odd, q)
+        prefetch(ahead + pair * step)
+        prefetch(ahead + pair * step + step // 2)
         vstore_bf16(scores + 64 * pair, p)
         vstore_bf16(scores + 64 * pair + 32, q)
     group = 2 * whole
@@ -147,44 +126,13 @@ def _probabilities(scores: int, limit: int, num_groups: int, piece: int) -> None
 
 
 @kernel
-def attend_chunk(
-    num_rows: int, q: int, keys: int, first: int, group_size: int, head_dim: int,
-    scores: int, pieces: int, ahead: int, next_keys: int,
-) -> None:  # fmt: skip
-    """The pieces of `num_rows` queries and one chunk.
-
-    q: bf16 [num_rows][head_dim]. Row r sees the first `(first + r) // group_size + 1` positions of
-    the chunk (all 512 if that is more). scores: scratch of SCORE_STRIDE per row. ahead: 1 if the
-    chunk comes from far away and is used once: then values are fetched while scores are computed,
-    and `next_keys` (if not 0) while the outputs are.
-    """
-    values = chunk_values(keys, head_dim)
-    limit = min(CHUNK, (first + num_rows - 1) // group_size + 1)
-    num_groups = (limit + GROUP - 1) // GROUP
-    _scores(num_rows, q, keys, num_groups, head_dim, scores, values if ahead else 0)
-    stride = piece_stride(head_dim)
-    for row in range(num_rows):
-        sees = min(CHUNK, (first + row) // group_size + 1)
-        _probabilities(scores + row * SCORE_STRIDE, sees, num_groups, pieces + row * stride)
-    row = 0
-    while row < num_rows:
-        if next_keys:
-            prefetch_range(next_keys, CHUNK * head_dim * 2)
-        multiply_block(
-            min(MR, num_rows - row), head_dim // LANES, scores + row * SCORE_STRIDE, SCORE_STRIDE,
-            values, 64, head_dim * 4, (limit + 1) // 2, pieces + row * stride + _OUT, stride, q, 0,
-        )  # fmt: skip
-        row += MR
-
-
-@kernel
 def fold(state: int, piece: int, head_dim: int) -> None:
     """state = state followed by piece."""
     m_old, m_new = vload(state), vload(piece)
     m = vmax(m_old, m_new)
     a, b = vexp2(vsub(m_old, m)), vexp2(vsub(m_new, m))
     vstore(state, m)
-    for i in range(64, _OUT + head_dim * 4, 64):
+    for i in range(64, OUT_OFFSET + head_dim * 4, 64):
         vstore(state + i, vfma(vload(state + i), a, vmul(vload(piece + i), b)))
 
 
@@ -194,5 +142,5 @@ def finish(state: int, head_dim: int, out: int) -> None:
     total = vload(state + 64)
     for i in range(head_dim // LANES):
         # A product with a zero probability may turn -0 into +0; adding 0 makes them one.
-        o = vadd(vdiv(vload(state + _OUT + 64 * i), total), vsplat(np.float32(0)))
+        o = vadd(vdiv(vload(state + OUT_OFFSET + 64 * i), total), vsplat(np.float32(0)))
         vstore_bf16(out + 32 * i, o)

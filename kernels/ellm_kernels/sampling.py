@@ -193,17 +193,17 @@ def _cut(
 
 
 @entry(
-    "int64(float32[::1], int64, float64, float64, int64, float64, float64,"
+    "int64(float32[::1], int64, float64, float64, int64, float64,"
     " float32[::1], int32[::1], int32[::1], float64[::1])"
 )
-def draw(
-    row: Any, best: Any, temperature: Any, min_p: Any, top_k: Any, top_p: Any, point: Any,
+def keep(
+    row: Any, best: Any, temperature: Any, min_p: Any, top_k: Any, top_p: Any,
     weights: Any, ids: Any, border: Any, histogram: Any,
 ) -> Any:  # fmt: skip
-    """Draws a token with probability softmax(row / temperature) after min_p, top_k, then top_p.
+    """Which tokens may be drawn after min_p, then top_k, then top_p; returns how many.
 
-    best: argmax of the row. top_k 0: off. top_p acts on what the other two left. point in [0, 1)
-    picks the token by the inverse of the cumulative distribution in order of ids.
+    best: argmax of the row. top_k 0: off. top_p acts on what the other two left.
+    ids: gets the tokens kept, rising. weights: gets e^((row - row[best]) / temperature) for them.
     """
     peak = row[best]
     scale = np.float32(LOG2_E / temperature)
@@ -214,11 +214,19 @@ def draw(
             ids[count] = i
             count += 1
     if 0 < top_k < count:
-        count = _cut(
-            row, peak, scale, weights, ids, count, np.float64(top_k), False, histogram, border
-        )
+        limit = np.float64(top_k)
+        count = _cut(row, peak, scale, weights, ids, count, limit, False, histogram, border)
     if top_p < 1.0:
         count = _cut(row, peak, scale, weights, ids, count, top_p, True, histogram, border)
+    return count
+
+
+@entry("int64(float32[::1], int32[::1], int64, float64)")
+def pick(weights: Any, ids: Any, count: Any, point: Any) -> Any:
+    """One of ids[:count], each with a chance in proportion to its weight.
+
+    point in [0, 1) is looked up in the cumulative distribution over `ids` in their order.
+    """
     mass = 0.0
     for j in range(count):
         mass += np.float64(weights[ids[j]])

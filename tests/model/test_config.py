@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny_models import write_model
 
 from ellm_serve.errors import ModelError
 from ellm_serve.model.config import Architecture, ModelConfig
+from tests.tiny_models import write_model
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,7 +41,7 @@ def test_reads_every_dimension(tmp_path: Path) -> None:
                 max_positions=777, mlp_only_layers=[1], eos_token_ids=[7, 9])  # fmt: skip
     config = ModelConfig.from_dir(tmp_path)
     assert config.architecture is Architecture.QWEN3_MOE
-    assert config.architecture == "Qwen3MoeForCausalLM"
+    assert str(config.architecture) == "Qwen3MoeForCausalLM"
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (96, 3, 300)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 3, 48)
     assert (config.q_size, config.kv_size) == (288, 144)

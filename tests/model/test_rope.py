@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import write_model
 
 from ellm_serve.errors import ModelError
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.rope import RopeConfig, RopeType, rope_frequencies
+from tests.tiny_models import write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262_144}
 
@@ -58,6 +58,7 @@ def test_theta_hidden_by_scaling_is_refused(tmp_path: Path) -> None:
         ({"rope_type": "linear", "factor": 0.5}, "factor must be at least 1"),
         ({"rope_type": "yarn", "factor": "4"}, "factor must be a number"),
         ({"rope_type": "yarn", "factor": 4, "attention_factor": -1}, "attention_factor"),
+        ({"rope_type": "yarn", "factor": 4, "beta_fast": -1}, "beta_fast must be a positive"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )

@@ -1,0 +1,338 @@
+"""The ops a model's program is made of.
+
+Each is a frozen value that knows its tensors and weights, what it costs (`flops`, `bytes`) and how
+it is lowered to rows of the interpreter's table. `Stage` carries what lowering needs besides: the
+mode, the arena and the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ellm_kernels import opcodes as oc
+from ellm_kernels.tiles import num_panels, padded, panel_bytes
+from ellm_serve.graph.tensor import Arena, Mode, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The size of a step for which an op's cost is asked: rows, mean context, logit rows."""
+
+    rows: int
+    context: int
+    logit_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What lowering needs to know. `part_flops`: work between two yield points of a prefill."""
+
+    arena: Arena
+    num_threads: int
+    part_flops: float
+
+    @property
+    def few(self) -> bool:
+        return self.arena.mode is Mode.FEW
+
+    def part_items(self, items: int, flops: float) -> int:
+        """Items of one part when `items` cost `flops` together; 0: all at once."""
+        if self.few or flops <= self.part_flops:
+            return 0
+        return max(self.num_threads, int(items * self.part_flops / flops))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table, arguments by name."""
+
+    opcode: int
+    flags: int
+    args: Mapping[str, int]
+    part_items: int = 0
+
+    def words(self) -> list[int]:
+        """The int64 words of the row."""
+        names = oc.ARGS[self.opcode]
+        assert set(names) == set(self.args), (self.opcode, set(names) ^ set(self.args))
+        words = [self.opcode, self.flags, self.part_items, *(self.args[name] for name in names)]
+        return words + [0] * (oc.OP_WORDS - len(words))
+
+
+class Op(Protocol):
+    """What all ops have in common."""
+
+    @property
+    def name(self) -> str: ...
+
+    def dims(self) -> str:
+        """Dimensions for people."""
+        ...
+
+    def flops(self, load: Load) -> float:
+        """Arithmetic of a step; a multiply-add counts as two."""
+        ...
+
+    def bytes(self, load: Load) -> float:
+        """Bytes of weights and KV that a step must read."""
+        ...
+
+    def lower(self, stage: Stage) -> list[Row]:
+        """Rows of the table."""
+        ...
+
+
+def float_bits(value: float) -> int:
+    """A float32 in the lower half of a word."""
+    return int(np.float32(value).view(np.uint32))
+
+
+def _runs(count: int, run: int) -> int:
+    return -(-count // run)
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """residual = embedding of the token ids."""
+
+    name: str
+    table: int
+    packed: bool
+    hidden: int
+    out: Tensor
+
+    def dims(self) -> str:
+        return f"[rows] → [rows, {self.hidden}]"
+
+    def flops(self, load: Load) -> float:
+        return 0.0
+
+    def bytes(self, load: Load) -> float:
+        return load.rows * self.hidden * 2.0
+
+    def lower(self, stage: Stage) -> list[Row]:
+        out = stage.arena[self.out]
+        args = {
+            "table": self.table, "hidden": self.hidden, "out": out.address,
+            "out_private": out.private,
+        }  # fmt: skip
+        flags = oc.PRIVATE if stage.few else oc.SYNC
+        return [Row(oc.EMBED_PACKED if self.packed else oc.EMBED, flags, args)]
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """residual += delta (if any); out = RMSNorm(residual) · weight.
+
+    `last`: only the rows whose logits are wanted, closed up.
+    """
+
+    name: str
+    residual: Tensor
+    delta: Tensor | None
+    weight: int
+    eps: float
+    hidden: int
+    out: Tensor
+    last: bool = False
+
+    def dims(self) -> str:
+        return f"[{'logit ' if self.last else ''}rows, {self.hidden}]"
+
+    def flops(self, load: Load) -> float:
+        return 4.0 * self.hidden * (load.logit_rows if self.last else load.rows)
+
+    def bytes(self, load: Load) -> float:
+        return 4.0 * self.hidden
+
+    def lower(self, stage: Stage) -> list[Row]:
+        residual, out = stage.arena[self.residual], stage.arena[self.out]
+        args = {
+            "residual": residual.address, "residual_private": residual.private,
+            "delta": stage.arena[self.delta].address if self.delta else 0, "weight": self.weight,
+            "eps": float_bits(self.eps), "hidden": self.hidden, "out": out.address,
+            "out_private": out.private,
+        }  # fmt: skip
+        flags = oc.PRIVATE if stage.few else oc.SYNC
+        return [Row(oc.LAST_NORM if self.last else oc.NORM, flags, args)]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """out[rows, outputs] = x[rows, inputs] · weightᵀ."""
+
+    name: str
+    x: Tensor
+    weight: int
+    inputs: int
+    outputs: int
+    out: Tensor
+    last: bool = False
+
+    def dims(self) -> str:
+        return f"[{'logit ' if self.last else ''}rows, {self.inputs}] · [{self.inputs}, {self.outputs}]"
+
+    def flops(self, load: Load) -> float:
+        return 2.0 * self.inputs * self.outputs * (load.logit_rows if self.last else load.rows)
+
+    def bytes(self, load: Load) -> float:
+        return 2.0 * self.inputs * self.outputs if (load.logit_rows or not self.last) else 0.0
+
+    def lower(self, stage: Stage) -> list[Row]:
+        x, out = stage.arena[self.x], stage.arena[self.out]
+        rows = stage.arena.num_logit_rows if self.last else stage.arena.num_rows
+        # A run of rows is a unit of work; its share of x should stay in the second-level cache.
+        run = rows if stage.few else max(64, min(256, (512 << 10) // (2 * self.inputs)))
+        panels = num_panels(self.outputs)
+        args = {
+            "x": x.address, "x_private": x.private, "x_stride": x.row_bytes,
+            "weight": self.weight, "num_pairs": self.inputs // 2, "panels": panels,
+            "out": out.address, "out_stride": out.row_bytes, "of_logit_rows": int(self.last),
+            "row_run": run,
+        }  # fmt: skip
+        flops = self.flops(Load(rows, 0, rows))
+        return [Row(oc.LINEAR, oc.SYNC, args, stage.part_items(panels * _runs(rows, run), flops))]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Top-k of the softmax over experts, then the rows of every expert."""
+
+    name: str
+    logits: Tensor
+    num_experts: int
+    top_k: int
+    renormalise: bool
+    ids: Tensor
+    weights: Tensor
+    group: Tensor
+    counts: Tensor
+
+    def dims(self) -> str:
+        return f"[rows, {self.num_experts}] → top {self.top_k}"
+
+    def flops(self, load: Load) -> float:
+        return 20.0 * self.num_experts * load.rows
+
+    def bytes(self, load: Load) -> float:
+        return 0.0
+
+    def lower(self, stage: Stage) -> list[Row]:
+        arena = stage.arena
+        logits, ids, weights, group, counts = (
+            arena[tensor]
+            for tensor in (self.logits, self.ids, self.weights, self.group, self.counts)
+        )
+        flags = oc.PRIVATE if stage.few else oc.SYNC
+        chosen = {
+            "ids": ids.address, "ids_private": ids.private, "weights": weights.address,
+            "weights_private": weights.private, "top_k": self.top_k,
+            "num_experts": self.num_experts,
+        }  # fmt: skip
+        route = chosen | {
+            "logits": logits.address, "logits_stride": logits.row_bytes,
+            "renormalise": int(self.renormalise),
+        }  # fmt: skip
+        grouped = chosen | {
+            "group": group.address, "group_private": group.private, "counts": counts.address,
+            "counts_private": counts.private,
+        }  # fmt: skip
+        return [Row(oc.ROUTE, flags, route), Row(oc.GROUP, flags, grouped)]
+
+
+@dataclass(frozen=True, slots=True)
+class AllRows:
+    """The group of a dense MLP: every row goes to the one expert."""
+
+    name: str
+    group: Tensor
+
+    def dims(self) -> str:
+        return "[rows]"
+
+    def flops(self, load: Load) -> float:
+        return 0.0
+
+    def bytes(self, load: Load) -> float:
+        return 0.0
+
+    def lower(self, stage: Stage) -> list[Row]:
+        group = stage.arena[self.group]
+        args = {"group": group.address, "group_private": group.private}
+        return [Row(oc.GROUP_ALL, oc.PRIVATE if stage.few else oc.SYNC, args)]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """delta[row] = Σ over its experts of weight · down(SiLU(gate(x)) · up(x))."""
+
+    name: str
+    x: Tensor
+    up_weight: int
+    down_weight: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    group: Tensor
+    activated: Tensor
+    scratch: Tensor
+    out: Tensor
+
+    def dims(self) -> str:
+        return f"[rows, {self.hidden}] · {self.top_k} of {self.num_experts} × 3 × {self.intermediate}"
+
+    def flops(self, load: Load) -> float:
+        return 6.0 * self.hidden * self.intermediate * self.top_k * load.rows
+
+    def bytes(self, load: Load) -> float:
+        unused = (1.0 - self.top_k / self.num_experts) ** load.rows
+        return 6.0 * self.hidden * self.intermediate * self.num_experts * (1.0 - unused)
+
+    def lower(self, stage: Stage) -> list[Row]:
+        return [self._up(stage), self._down(stage)]
+
+    def _up(self, stage: Stage) -> Row:
+        x, scratch = stage.arena[self.x], stage.arena[self.scratch]
+        group, activated = stage.arena[self.group], stage.arena[self.activated]
+        rows = stage.arena.num_rows
+        panels = num_panels(self.intermediate)
+        panel_run, row_run = (1, rows) if stage.few else (min(4, panels), min(256, rows))
+        args = {
+            "x": x.address, "x_private": x.private, "x_stride": x.row_bytes,
+            "weight": self.up_weight, "num_pairs": self.hidden // 2, "panels": panels,
+            "num_experts": self.num_experts, "group": group.address,
+            "group_private": group.private, "panel_run": panel_run, "row_run": row_run,
+            "hidden": activated.address, "hidden_stride": 2 * padded(self.intermediate),
+            "scratch": scratch.address, "scratch_private": scratch.private,
+        }  # fmt: skip
+        items = self.num_experts * _runs(panels, panel_run) * _runs(rows, row_run)
+        part = stage.part_items(items, self.flops(Load(rows, 0, 0)) * 2 / 3)
+        return Row(oc.EXPERTS_UP, oc.SYNC, args, part)
+
+    def _down(self, stage: Stage) -> Row:
+        out, scratch = stage.arena[self.out], stage.arena[self.scratch]
+        group, activated = stage.arena[self.group], stage.arena[self.activated]
+        panels = num_panels(self.hidden)
+        panel_run = 1 if stage.few else max(1, min(2, panels // stage.num_threads))
+        args = {
+            "hidden": activated.address, "hidden_stride": 2 * padded(self.intermediate),
+            "weight": self.down_weight, "num_pairs": self.intermediate // 2, "panels": panels,
+            "num_experts": self.num_experts, "group": group.address,
+            "group_private": group.private, "top_k": self.top_k, "panel_run": panel_run,
+            "out": out.address, "out_stride": out.row_bytes, "scratch": scratch.address,
+            "scratch_private": scratch.private,
+        }  # fmt: skip
+        flops = self.flops(Load(stage.arena.num_rows, 0, 0)) / 3
+        part = stage.part_items(_runs(panels, panel_run), flops)
+        return Row(oc.EXPERTS_DOWN, oc.SYNC, args, part)
+
+
+def experts_bytes(hidden: int, intermediate: int, num_experts: int) -> int:
+    """Bytes of the packed gate, up and down panels of a layer."""
+    up = 2 * num_panels(intermediate) * panel_bytes(hidden)
+    return num_experts * (up + num_panels(hidden) * panel_bytes(intermediate))
