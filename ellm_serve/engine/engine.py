@@ -186,6 +186,7 @@ class Engine:
     def _step(self) -> None:
         try:
             step = self._scheduler.schedule()
+            self._recount()
             decode_logits, prefill_logits = self._execute(step)
         except WorkerDied:
             raise
@@ -197,8 +198,7 @@ class Engine:
     def _receive(self) -> bool:
         """Sleeps until there is work, then takes the commands. False: closing."""
         with self._wake:
-            new = (command for command in self._inbox if isinstance(command, Sequence))
-            self._queue.recount((*self._scheduler.waiting, *new))
+            self._recount()
             while not (self._inbox or self._closing or self._scheduler.has_work):
                 self._wake.wait()
             commands, self._inbox = self._inbox, []
@@ -212,6 +212,12 @@ class Engine:
                 case _Abort(sequence):
                     self._end(sequence, FinishReason.ABORT)
         return True
+
+    def _recount(self) -> None:
+        """Brings the load of the queue up to date with what has started or ended."""
+        with self._wake:
+            new = (command for command in self._inbox if isinstance(command, Sequence))
+            self._queue.recount((*self._scheduler.waiting, *new))
 
     def _execute(self, step: Step) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
         assert not (step.empty and self._scheduler.has_work), "nothing to do for live sequences"

@@ -174,7 +174,8 @@ class Linear:
     last: bool = False
 
     def dims(self) -> str:
-        return f"[{'logit ' if self.last else ''}rows, {self.inputs}] · [{self.inputs}, {self.outputs}]"
+        rows = "logit rows" if self.last else "rows"
+        return f"[{rows}, {self.inputs}] · [{self.inputs}, {self.outputs}]"
 
     def flops(self, load: Load) -> float:
         return 2.0 * self.inputs * self.outputs * (load.logit_rows if self.last else load.rows)
@@ -284,7 +285,8 @@ class Experts:
     out: Tensor
 
     def dims(self) -> str:
-        return f"[rows, {self.hidden}] · {self.top_k} of {self.num_experts} × 3 × {self.intermediate}"
+        experts = f"{self.top_k} of {self.num_experts}"
+        return f"[rows, {self.hidden}] · {experts} × 3 × {self.intermediate}"
 
     def flops(self, load: Load) -> float:
         return 6.0 * self.hidden * self.intermediate * self.top_k * load.rows

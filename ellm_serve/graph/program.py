@@ -1,8 +1,4 @@
-"""A model lowered for one machine: two tables, two arenas, and the step descriptors that drive them.
-
-`Program` is pure planning until `place` is called: it knows every size. `describe` gives the lines
-of `ellm-serve plan`.
-"""
+"""A model lowered to the table of the interpreter, and what its ops cost on a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the rotary embedding: cos and sin of every position and pair, attention factor inside."""
+"""Tables of the rotary embedding: cos and sin of every position and pair."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _CONVERT_ROWS = 256
 def to_bf16(values: Array) -> NDArray[np.uint16]:
     """bf16 bits of float16 or float32 values, nearest even; bf16 bits stay as they are."""
     if values.dtype == np.uint16:
-        return np.ascontiguousarray(values)  # type: ignore[arg-type]
+        return np.ascontiguousarray(values)
     bits = values.astype(np.float32).view(np.uint32)
     nan = np.isnan(values)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

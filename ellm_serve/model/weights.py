@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """All experts of a layer: per expert gate and up panels in turn, then per expert down panels."""
+    """All experts of a layer: per expert gate and up panels in turn; per expert down panels."""
 
     up: Place
     down: Place
@@ -76,7 +76,7 @@ class WeightLayout:
 def _check_panels(config: ModelConfig) -> None:
     if config.hidden_size % _PANEL:
         raise ModelError(
-            f"hidden_size {config.hidden_size} is not a multiple of {_PANEL}, which the kernels need"
+            f"hidden_size {config.hidden_size} is no multiple of {_PANEL}, which the kernels need"
         )
     sizes = {"intermediate_size": 0 if all(config.moe_layers) else config.intermediate_size}
     sizes["moe_intermediate_size"] = config.moe_intermediate_size

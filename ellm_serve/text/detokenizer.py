@@ -27,7 +27,9 @@ class IncrementalDetokenizer:
         """The text that this token completes; may be empty."""
         if token_id in self._skipped:
             return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        # Python waits for a third byte here, although surrogates are no characters of UTF-8.
+        return text + self.flush() if _starts_surrogate(self.pending) else text
 
     def push_all(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete."""
@@ -43,3 +45,7 @@ class IncrementalDetokenizer:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+def _starts_surrogate(data: bytes) -> bool:
+    return len(data) == 2 and data[0] == 0xED and data[1] >= 0xA0

@@ -33,7 +33,7 @@ _PADDING = frozenset(
 _DEEP = frozenset(
     {"tojson", "string", "pprint", "join", "format", "sort", "unique", "min", "max", "groupby"}
 )
-_WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(?:\*|\d{4,})")
+_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[^%a-zA-Z]*(?:\*|\d{4,})")
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _WIDE_FIELD = re.compile(r"\{|\d{4,}")
 

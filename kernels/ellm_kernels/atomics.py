@@ -11,7 +11,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from ellm_kernels.jit import intrinsic
 
 _i64 = ir.IntType(64)
 

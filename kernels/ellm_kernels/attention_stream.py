@@ -20,6 +20,7 @@ from ellm_kernels.attention_piece import (
 )
 from ellm_kernels.jit import kernel
 from ellm_kernels.kv_layout import GROUP, chunk_values
+from ellm_kernels.micro import MR, multiply_block
 from ellm_kernels.simd import LANES, make_tile_zero, prefetch, tile_outer, tile_store
 
 # 8 × 2 accumulators where there are 32 registers of 16 lanes.
@@ -72,8 +73,7 @@ def _make_stream_rows(rows: int, vecs: int) -> Any:
     return stream_rows
 
 
-_wide = _make_stream_rows(_ROWS, _VECS)
-_single = _make_stream_rows(_ROWS, 1)
+_stream_rows = _make_stream_rows(_ROWS, _VECS)
 
 
 @kernel
@@ -86,28 +86,26 @@ def _product(
     ahead: start of memory wanted next, or 0; the first rows ask for as many bytes as b has.
     """
     j = 0
-    while j < num_vecs:
-        width = _VECS if j + _VECS <= num_vecs else 1
+    while j + _VECS <= num_vecs:
         row = 0
         while row < num_rows:
             wanted, step = a, 0  # an address that costs nothing
             if ahead and row == 0:
-                wanted, step = ahead + j * num_pairs * 64, 64 * width
-            at = a + row * a_stride
-            panel = b + j * vec_stride
-            target = c + row * c_stride + 64 * j
-            if width == 1:
-                _single(
-                    num_rows - row, at, a_stride, panel, vec_stride, pair_stride, num_pairs,
-                    target, c_stride, wanted, step,
-                )  # fmt: skip
-            else:
-                _wide(
-                    num_rows - row, at, a_stride, panel, vec_stride, pair_stride, num_pairs,
-                    target, c_stride, wanted, step,
-                )  # fmt: skip
+                wanted, step = ahead + j * num_pairs * 64, 64 * _VECS
+            _stream_rows(
+                num_rows - row, a + row * a_stride, a_stride, b + j * vec_stride, vec_stride,
+                pair_stride, num_pairs, c + row * c_stride + 64 * j, c_stride, wanted, step,
+            )  # fmt: skip
             row += _ROWS
-        j += width
+        j += _VECS
+    row = 0
+    while row < num_rows and j < num_vecs:
+        multiply_block(
+            min(MR, num_rows - row), num_vecs - j, a + row * a_stride, a_stride,
+            b + j * vec_stride, vec_stride, pair_stride, num_pairs,
+            c + row * c_stride + 64 * j, c_stride, a, 0,
+        )  # fmt: skip
+        row += MR
 
 
 @kernel

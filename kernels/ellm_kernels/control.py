@@ -2,7 +2,7 @@
 
 A block of int64 words, one cache line per word that somebody spins on. All functions take its
 address; it works within a process and in shared memory alike. A barrier never spins for ever: it
-gives up when the abort word is set or when its deadline passes, and then sets the abort word itself.
+gives up when the abort word is set, or when its deadline passes, and then sets the word itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DONE = 64  # number of the newest finished step; the engine's thread sleeps on i
 ARRIVED = 128
 GENERATION = 192
 WORK = 256  # next item of the running part
-YIELD = 320  # set when the running step is out of time
+YIELD = 320  # at a barrier's end: 1 if the running step is out of time
 ABORT = 384  # 0, or why the block is dead
 STOP = 448  # set when the threads shall leave
 DESCRIPTOR = 512  # address of the step's descriptor
@@ -51,8 +51,9 @@ def _release(control: int) -> None:
     atomic_store(control + ARRIVED, 0)
     atomic_store(control + WORK, 0)
     limit = load_i64(control + LIMIT)
-    if limit != 0 and cycles() > limit:
-        atomic_store(control + YIELD, 1)
+    # Written nowhere else: a thread that leaves this barrier late must still read what the others
+    # read, even if the next step has been posted meanwhile.
+    atomic_store(control + YIELD, 1 if limit != 0 and cycles() > limit else 0)
     atomic_add(control + GENERATION, 1)
 
 
@@ -101,7 +102,6 @@ def wait_for_step(control: int, seen: int) -> int:
 @entry("int64(int64, int64)")
 def post_step(control: int, descriptor: int) -> int:
     """Hands a step to the pinned threads; returns its number."""
-    atomic_store(control + YIELD, 0)
     atomic_store(control + DESCRIPTOR, descriptor)
     step = atomic_add(control + STEP, 1) + 1
     futex_wake(control + STEP)

@@ -19,6 +19,7 @@ from ellm_kernels.micro import MR, multiply_block, multiply_gathered
 from ellm_kernels.simd import (
     load_f32,
     load_i32,
+    load_index,
     prefetch,
     store_f32,
     store_i32,
@@ -62,7 +63,7 @@ def _rows(group: int, num_experts: int) -> int:
 @kernel
 def num_active(group: int) -> int:
     """Experts that have at least one row."""
-    return np.int64(load_i32(group))
+    return load_index(group)
 
 
 @kernel
@@ -93,13 +94,13 @@ def group_experts(
     for expert in range(num_experts):
         store_i32(counts + 4 * expert, 0)
     for i in range(total):
-        at = counts + 4 * np.int64(load_i32(ids + 4 * i))
+        at = counts + 4 * load_index(ids + 4 * i)
         store_i32(at, load_i32(at) + 1)
     begins = _begins(group, num_experts)
     active = 0
     begin = 0
     for expert in range(num_experts):
-        count = np.int64(load_i32(counts + 4 * expert))
+        count = load_index(counts + 4 * expert)
         # From here on `counts` says where the expert's next assignment goes.
         store_i32(counts + 4 * expert, begin)
         if count > 0:
@@ -113,9 +114,9 @@ def group_experts(
         store_i32(begins + 4 * active, total)
     rows_at = _rows(group, num_experts)
     for i in range(total):
-        expert = np.int64(load_i32(ids + 4 * i))
+        expert = load_index(ids + 4 * i)
         if first <= expert < last:
-            to = np.int64(load_i32(counts + 4 * expert))
+            to = load_index(counts + 4 * expert)
             store_i32(counts + 4 * expert, to + 1)
             store_i32(rows_at + 4 * to, i // top_k)
             store_f32(rows_at + 4 * (total + to), load_f32(weights + 4 * i))
@@ -152,13 +153,13 @@ def experts_up(
     for item in range(begin, end):
         active = item // (runs * row_runs)
         run = item // row_runs % runs
-        first = np.int64(load_i32(begins + 4 * active))
-        stop = np.int64(load_i32(begins + 4 * active + 4))
+        first = load_index(begins + 4 * active)
+        stop = load_index(begins + 4 * active + 4)
         first += item % row_runs * row_run
         stop = min(stop, first + row_run)
         if first >= stop:
             continue
-        expert = np.int64(load_i32(group + 4 * (_HEADER + active)))
+        expert = load_index(group + 4 * (_HEADER + active))
         blocks = (stop - first + MR - 1) // MR
         # While a panel's rows are computed the next one is fetched: gate, up, gate, up …
         step = min(panel_bytes // blocks // num_pairs, 64)
@@ -169,7 +170,7 @@ def experts_up(
                 high = first + (stop - first) * (block + 1) // blocks
                 rows = high - low
                 for i in range(rows):
-                    row = np.int64(load_i32(rows_at + 4 * (low + i)))
+                    row = load_index(rows_at + 4 * (low + i))
                     store_i64(pointers + 8 * i, x + row * x_stride)
                 ahead = gate_w + 2 * panel_bytes + block * (panel_bytes // blocks)
                 multiply_gathered(
@@ -193,7 +194,7 @@ def _add_weighted(
     """out[row of each assignment] += weight · tile."""
     for i in range(rows):
         weight = vsplat(load_f32(weights + 4 * i))
-        to = out + np.int64(load_i32(rows_at + 4 * i)) * out_stride
+        to = out + load_index(rows_at + 4 * i) * out_stride
         for j in range(4):
             at = to + 64 * j
             vstore(at, vfma(weight, vload(tile + i * PANEL * 4 + 64 * j), vload(at)))
@@ -218,9 +219,9 @@ def experts_down(
         for at in range(begin * 256, end * 256, 64):
             vstore(out + row * out_stride + at, vsplat(_ZERO))
     for active in range(num_active(group)):
-        expert = np.int64(load_i32(group + 4 * (_HEADER + active)))
-        first = np.int64(load_i32(begins + 4 * active))
-        count = np.int64(load_i32(begins + 4 * active + 4)) - first
+        expert = load_index(group + 4 * (_HEADER + active))
+        first = load_index(begins + 4 * active)
+        count = load_index(begins + 4 * active + 4) - first
         blocks = (count + MR - 1) // MR
         step = min(panel_bytes // blocks // num_pairs, 64)
         for panel in range(begin, end):
@@ -231,7 +232,7 @@ def experts_down(
                 high = first + count * (block + 1) // blocks
                 rows_at = rows_list + 4 * low
                 for i in range(high - low):
-                    to = columns + np.int64(load_i32(rows_at + 4 * i)) * out_stride
+                    to = columns + load_index(rows_at + 4 * i) * out_stride
                     for line in range(4):
                         prefetch(to + 64 * line)
                 multiply_block(

@@ -28,11 +28,12 @@ from typing import Any
 
 import llvmlite
 import numba
+import numba.extending
 
 from ellm_kernels import isa
 
-# No fast-math flag at all: reassociation or contraction may come out differently where one kernel is
-# inlined twice, and equal inputs must give equal bits whatever the path. Speed comes from the
+# No fast-math flag at all: reassociation or contraction may come out differently where one kernel
+# is inlined twice, and equal inputs must give equal bits whatever the path. Speed comes from the
 # explicit vector operations of `simd`, which name every fused multiply-add.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
@@ -43,6 +44,11 @@ def kernel(function: Callable[..., Any]) -> Any:
     """A function called by other kernels. No signature, no cache: callers link it in."""
     isa.active()
     return numba.njit(**_OPTIONS)(function)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """A function whose body is LLVM code; kernels call it without its first parameter."""
+    return numba.extending.intrinsic(function)
 
 
 def entry(signature: str) -> Callable[[Callable[..., Any]], Any]:

@@ -6,8 +6,6 @@ without the others: a few rows, a panel, an expert's panels, an attention tile.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ellm_kernels import opcodes as oc
 from ellm_kernels.attention_runs import attend_few, attend_many, many_items, rope_items
 from ellm_kernels.embedding import embed_rows
@@ -18,7 +16,7 @@ from ellm_kernels.norm import rms_norm_rows
 from ellm_kernels.op_args import arg, arg_f32, word
 from ellm_kernels.pack import embed_packed_rows
 from ellm_kernels.router import route_row
-from ellm_kernels.simd import load_i32, load_i64
+from ellm_kernels.simd import load_i64, load_index
 from ellm_kernels.tiles import PAIR_BYTES
 
 # Rows of one item of the row-wise ops.
@@ -84,7 +82,7 @@ def _last_norm(op: int, step: int, begin: int, end: int, thread: int) -> None:
     rows = word(step, oc.STEP_LOGIT_ROW_LIST)
     hidden = arg(op, 5)
     for i in range(begin, end):
-        row = np.int64(load_i32(rows + 4 * i)) * hidden
+        row = load_index(rows + 4 * i) * hidden
         rms_norm_rows(
             arg(op, 0) + thread * arg(op, 1) + row * 4, arg(op, 2) + row * 4, arg(op, 3),
             arg_f32(op, 4), hidden, 0, 1, arg(op, 6) + thread * arg(op, 7) + i * hidden * 2,

@@ -5,10 +5,8 @@ Packing is a transpose of 32-bit words (bf16 pairs): word k of output n goes to 
 
 from __future__ import annotations
 
-import numpy as np
-
 from ellm_kernels.jit import entry, kernel
-from ellm_kernels.simd import load_i32, store_i32
+from ellm_kernels.simd import load_i32, load_index, store_i32
 from ellm_kernels.tiles import PAIR_BYTES, PANEL
 
 # Words of one row moved before the next row's turn: 16 words are one cache line of the source, and
@@ -51,7 +49,7 @@ def embed_packed_rows(
     row-major table touches one, but the table need not be held twice.
     """
     for row in range(row_begin, row_end):
-        token = np.int64(load_i32(token_ids + 4 * row))
+        token = load_index(token_ids + 4 * row)
         at = panels + token // PANEL * (hidden // 2 * PAIR_BYTES) + token % PANEL * 4
         to = out + row * hidden * 4
         for pair in range(hidden // 2):

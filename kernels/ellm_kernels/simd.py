@@ -17,9 +17,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import register_model
 
 from ellm_kernels import isa
+from ellm_kernels.jit import intrinsic
 
 LANES = 16
 _f32 = ir.FloatType()
@@ -314,6 +315,12 @@ load_f32, store_f32 = _scalar_access(_f32, types.float32)
 load_i32, store_i32 = _scalar_access(_i32, types.int32)
 load_i64, store_i64 = _scalar_access(_i64, types.int64)
 load_u16, store_u16 = _scalar_access(_i16, types.uint16)
+
+
+@intrinsic
+def load_index(_ctx: Any, address: Any) -> Any:
+    """An int32 in memory, as int64."""
+    return _emit(lambda b, p: b.sext(b.load(_pointer(b, p, _i32)), _i64), types.int64, types.intp)
 
 
 @intrinsic

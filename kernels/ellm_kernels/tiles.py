@@ -1,8 +1,8 @@
 """Sizes and addresses that packing, kernels and memory planning must agree on.
 
-A weight matrix `[N outputs, K inputs]` is packed in panels of 64 outputs: `[N/64][K/2][64][2]` bf16,
-the last panel filled up with zero columns. Every activation row is as long as its padded width, so
-kernels store whole panels.
+A weight matrix `[N outputs, K inputs]` is packed in panels of 64 outputs,
+`[N/64][K/2][64][2]` bf16, the last one filled up with zero columns. Rows of float32 activations are
+as long as their padded width, so kernels store whole panels.
 """
 
 from __future__ import annotations

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.executor import ExecutorLimits, LogitRows, Span
 from ellm_serve.errors import EngineError, KVExhausted
+from ellm_serve.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 
 Prefix = tuple[int, ...]
 
@@ -65,6 +68,9 @@ class ExecutorDouble:
         self._kv: list[dict[int, Entry]] = [{} for _ in range(limits.num_slots)]
         self._block: tuple[Span, ...] | None = None
         self._left = 0
+        # What was returned is a view; it is spoilt when the seam says it is no longer valid.
+        self._decode_view = np.empty(0, np.float32)
+        self._prefill_view = np.empty(0, np.float32)
 
     def logits_after(self, chain: bytes, prefix: Prefix) -> NDArray[np.float32]:
         """The model."""
@@ -76,9 +82,11 @@ class ExecutorDouble:
         assert 0 < len(spans) <= self.limits.max_decode_rows
         assert all(len(span.token_ids) == 1 for span in spans)
         self._note("decode", spans)
+        self._decode_view[:] = np.nan
         busy = {span.slot for span in self._block or ()}
         assert not busy & {span.slot for span in spans}, "decode of a slot that is in prefill"
-        return self._compute(spans)
+        self._decode_view = self._compute(spans)
+        return self._decode_view
 
     def start_prefill(self, spans: Sequence[Span]) -> None:
         assert self._block is None, "two blocks in flight"
@@ -96,7 +104,9 @@ class ExecutorDouble:
         if self._left > 0:
             return None
         block, self._block = self._block, None
-        return self._compute(block)
+        self._prefill_view[:] = np.nan
+        self._prefill_view = self._compute(block)
+        return self._prefill_view
 
     def cancel_prefill(self) -> None:
         assert self._block is not None, "nothing to cancel"
@@ -166,7 +176,6 @@ class ExecutorDouble:
                     rows.append(self.logits_after(chain, prefix))
             self.num_computed += len(span.token_ids)
         assert len(rows) <= max(self.limits.max_logit_rows, self.limits.max_decode_rows)
-        # A fresh array whose predecessor is poisoned would be the strictest; a view is not kept.
         return np.array(rows, np.float32).reshape(len(rows), self.limits.vocab_size)
 
 
@@ -217,3 +226,74 @@ class FailOnce:
 def step_error() -> EngineError:
     """A failure the engine survives."""
     return EngineError("the step was lost")
+
+
+# --- consumers -----------------------------------------------------------------------------------
+
+
+def limits(**changes: int) -> ExecutorLimits:
+    """Small limits, so that every border is near."""
+    small = ExecutorLimits(
+        num_slots=4,
+        sequence_length=64,
+        max_decode_rows=4,
+        prefill_block=16,
+        max_logit_rows=8,
+        vocab_size=48,
+    )
+    return replace(small, **changes)
+
+
+class Consumer:
+    """Collects the deltas of one request; `wait` fails rather than hang."""
+
+    def __init__(self, on_delta: Callable[[TokenDelta], None] | None = None) -> None:
+        self.deltas: list[TokenDelta] = []
+        self._done = threading.Event()
+        self._on_delta = on_delta
+
+    def __call__(self, delta: TokenDelta) -> None:
+        assert not self._done.is_set(), "a delta after the last one"
+        self.deltas.append(delta)
+        if delta.finish_reason is not None:
+            self._done.set()
+        if self._on_delta is not None:
+            self._on_delta(delta)
+
+    def wait(self) -> Consumer:
+        assert self._done.wait(30), "the request never ended"
+        return self
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def last(self) -> TokenDelta:
+        return self.deltas[-1]
+
+    @property
+    def outcome(self) -> tuple[list[int], FinishReason | None, int | None, list[TokenLogprobs]]:
+        """Everything that must not depend on neighbours."""
+        logprobs = [entry for delta in self.deltas for entry in delta.logprobs]
+        return self.token_ids, self.last.finish_reason, self.last.stop_token_id, logprobs
+
+
+def run(engine: Engine, request: GenerateRequest) -> Consumer:
+    """Generates one request to its end."""
+    consumer = Consumer()
+    engine.submit(request, consumer)
+    return consumer.wait()
+
+
+def alone(request: GenerateRequest, bounds: ExecutorLimits) -> Consumer:
+    """The request by itself, on an engine that has served nothing else."""
+    with Engine(HashExecutor(bounds), eos_token_ids=[EOS]) as engine:
+        return run(engine, request)
+
+
+EOS = 1

@@ -198,7 +198,9 @@ def test_rank_and_top_ids_agree_with_a_full_sort(row: Row) -> None:
         assert sampling.rank(row, token) == expected.index(token) + 1
 
 
-@pytest.mark.parametrize("penalties", [(1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (0.8, 1.0, 0.25), (1.0, -2.0, 2.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "penalties", [(1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (0.8, 1.0, 0.25), (1.0, -2.0, 2.0)], ids=str
+)
 def test_penalize_matches_naive(penalties: tuple[float, float, float]) -> None:
     """Repetition looks at prompt and output, presence and frequency at the output alone."""
     row = (rng(8).standard_normal(200) * 3).astype(np.float32)

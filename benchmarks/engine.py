@@ -1,0 +1,186 @@
+"""Prefill and decode of a whole model on one socket, against the machine's roofline.
+
+    python -m benchmarks.engine --model DIR --prefill 128,512 --decode-context 128,2048 --batch 1,4
+
+The ceiling of a figure is max(bytes ÷ read bandwidth, operations ÷ bf16 peak), with bandwidth and
+peak measured right before it in the same process.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import REPEATS, Report, Result, check_quiet, parser
+from ellm_kernels.jit import compile_all
+from ellm_serve.cluster.probe import measure_ceiling
+from ellm_serve.cluster.topology import allowed_cores
+from ellm_serve.engine.executor import LogitRows, Span
+from ellm_serve.engine.solo import ExecutorOptions, SoloExecutor
+from ellm_serve.graph.ops import Load
+from ellm_serve.graph.program import roofline_s
+from ellm_serve.graph.tensor import Mode
+from ellm_serve.model.checkpoint import Checkpoint
+from ellm_serve.model.config import ModelConfig
+from ellm_serve.model.packing import load_weights
+from ellm_serve.model.region import Region
+from ellm_serve.model.weights import WeightLayout
+
+DECODE_STEPS = 24
+
+
+def load_executor(model: Path, slots: int, length: int, block: int) -> SoloExecutor:
+    """An executor with the model's weights."""
+    config = ModelConfig.from_dir(model)
+    layout = WeightLayout.from_config(config)
+    weights = Region(layout.size_bytes)
+    cores = allowed_cores()
+    start = time.perf_counter()
+    load_weights(config, Checkpoint.open(model), layout, weights, len(cores), progress=True)
+    seconds = time.perf_counter() - start
+    print(f"loaded {layout.size_bytes / 1e9:.2f} GB in {seconds:.1f} s")
+    options = ExecutorOptions(
+        cores, num_slots=slots, sequence_length=length, prefill_block=block
+    )
+    return SoloExecutor(config, layout, weights, options)
+
+
+class Bench:
+    """One executor and the report its figures go to."""
+
+    def __init__(self, executor: SoloExecutor, report: Report, show_ops: bool) -> None:
+        self._executor = executor
+        self._report = report
+        self._show_ops = show_ops
+        self._rng = np.random.default_rng(0)
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        ids = self._rng.integers(0, self._executor.limits.vocab_size, count)
+        return tuple(int(token) for token in ids)
+
+    def fill(self, slot: int, length: int) -> float:
+        """Prefills a slot with random tokens; returns the seconds it took."""
+        executor = self._executor
+        block = executor.limits.prefill_block
+        tokens = self._tokens(length)
+        start = time.perf_counter()
+        executor.commit(slot, length)
+        for first in range(0, length, block):
+            last = first + block >= length
+            rows = LogitRows.LAST if last else LogitRows.NONE
+            executor.start_prefill([Span(slot, first, tokens[first : first + block], rows)])
+            while executor.run_prefill(0.0) is None:
+                pass
+        return time.perf_counter() - start
+
+    def _prefill_load(self, length: int) -> list[Load]:
+        block = self._executor.limits.prefill_block
+        loads = []
+        for first in range(0, length, block):
+            rows = min(block, length - first)
+            last = first + rows >= length
+            loads.append(Load(rows, first + (rows + 1) // 2, 1 if last else 0))
+        return loads
+
+    def prefill(self, length: int, repeats: int) -> None:
+        """Median time of a cold prompt in a slot whose memory is committed."""
+        self.fill(0, length)
+        self._executor.op_seconds(Mode.MANY)
+        ceiling = measure_ceiling(self._executor.threads.cores)
+        seconds = statistics.median(self.fill(0, length) for _ in range(repeats))
+        least = sum(
+            roofline_s(self._executor.ops, load, ceiling) for load in self._prefill_load(length)
+        )
+        self._report.add(
+            Result("prefill", {"tokens": length}, length / seconds, "tok/s", length / least)
+        )
+        self._ops(Mode.MANY, repeats)
+
+    def decode(self, context: int, batch: int) -> None:
+        """Median time of a step with `batch` rows at this context."""
+        executor = self._executor
+        for slot in range(batch):
+            executor.commit(slot, context + DECODE_STEPS + 1)
+        tokens = [self._tokens(DECODE_STEPS + 2) for _ in range(batch)]
+
+        def step(index: int) -> float:
+            start = time.perf_counter()
+            logits = executor.decode(
+                [
+                    Span(slot, context + index, (tokens[slot][index],), LogitRows.LAST)
+                    for slot in range(batch)
+                ]
+            )
+            logits.argmax(axis=1)
+            return time.perf_counter() - start
+
+        step(0)
+        executor.op_seconds(Mode.FEW)
+        ceiling = measure_ceiling(executor.threads.cores)
+        times = [step(1 + index) for index in range(DECODE_STEPS)]
+        after = measure_ceiling(executor.threads.cores)
+        bandwidth = (ceiling.bytes_per_s + after.bytes_per_s) / 2
+        load = Load(batch, context + DECODE_STEPS // 2, batch)
+        least = roofline_s(executor.ops, load, ceiling.with_bandwidth(bandwidth))
+        seconds = statistics.median(times)
+        self._report.add(
+            Result("decode", {"context": context, "batch": batch,
+                              "GB/s": round(bandwidth / 1e9, 1)},
+                   batch / seconds, "tok/s", batch / least)
+        )  # fmt: skip
+        self._ops(Mode.FEW, DECODE_STEPS)
+
+    def _ops(self, mode: Mode, steps: int) -> None:
+        if not self._show_ops:
+            self._executor.op_seconds(mode)
+            return
+        busy, waited = self._executor.op_seconds(mode)
+        kinds: dict[str, list[float]] = {}
+        for op, b, w in zip(self._executor.ops, busy, waited, strict=True):
+            entry = kinds.setdefault(op.name.split(".")[-1], [0.0, 0.0])
+            entry[0] += b
+            entry[1] += w
+        for kind, (b, w) in kinds.items():
+            print(f"    {kind:14s} busy {b / steps * 1e3:9.3f} ms  wait {w / steps * 1e3:8.3f} ms")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark."""
+    options = parser(__doc__ or "")
+    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--prefill", type=_numbers, default=[128, 512, 2048, 8192])
+    options.add_argument("--decode-context", type=_numbers, default=[128, 2048, 8192])
+    options.add_argument("--batch", type=_numbers, default=[1, 4])
+    options.add_argument("--block", type=int, default=2048, help="rows of a prefill block")
+    options.add_argument("--ops", action="store_true", help="time per kind of op")
+    given = options.parse_args(arguments)
+    check_quiet()
+    print(compile_all())
+    longest = max([*given.prefill, *given.decode_context], default=0)
+    executor = load_executor(given.model, max(given.batch), longest + 64, given.block)
+    report = Report("engine", {"model": given.model.name, "prefill_block": given.block})
+    bench = Bench(executor, report, given.ops)
+    try:
+        for length in given.prefill:
+            bench.prefill(length, 2 if given.quick else REPEATS if length < 4096 else 3)
+        if given.decode_context:
+            for slot in range(max(given.batch)):
+                bench.fill(slot, longest)
+        for batch in given.batch:
+            for context in given.decode_context:
+                bench.decode(context, batch)
+    finally:
+        executor.close()
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
