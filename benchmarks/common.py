@@ -55,7 +55,9 @@ class Report:
         ceiling = "" if result.ceiling is None else f"of {result.ceiling:10.2f}"
         share = "" if result.fraction is None else f"= {result.fraction:6.3f}"
         print(
-            f"{result.name:24s} {params:44s} {result.value:10.2f} {result.unit:8s} {ceiling} {share}",
+            f"{result.name:20s} {params:44s} {result.value:10.2f} {result.unit:8s}",
+            ceiling,
+            share,
             flush=True,
         )
 

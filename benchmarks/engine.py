@@ -22,7 +22,7 @@ from ellm_serve.cluster.topology import allowed_cores
 from ellm_serve.engine.executor import LogitRows, Span
 from ellm_serve.engine.solo import ExecutorOptions, SoloExecutor
 from ellm_serve.graph.ops import Load
-from ellm_serve.graph.program import roofline_s
+from ellm_serve.graph.program import Ceiling, roofline_s
 from ellm_serve.graph.tensor import Mode
 from ellm_serve.model.checkpoint import Checkpoint
 from ellm_serve.model.config import ModelConfig
@@ -43,9 +43,7 @@ def load_executor(model: Path, slots: int, length: int, block: int) -> SoloExecu
     load_weights(config, Checkpoint.open(model), layout, weights, len(cores), progress=True)
     seconds = time.perf_counter() - start
     print(f"loaded {layout.size_bytes / 1e9:.2f} GB in {seconds:.1f} s")
-    options = ExecutorOptions(
-        cores, num_slots=slots, sequence_length=length, prefill_block=block
-    )
+    options = ExecutorOptions(cores, num_slots=slots, sequence_length=length, prefill_block=block)
     return SoloExecutor(config, layout, weights, options)
 
 
@@ -125,7 +123,7 @@ class Bench:
         after = measure_ceiling(executor.threads.cores)
         bandwidth = (ceiling.bytes_per_s + after.bytes_per_s) / 2
         load = Load(batch, context + DECODE_STEPS // 2, batch)
-        least = roofline_s(executor.ops, load, ceiling.with_bandwidth(bandwidth))
+        least = roofline_s(executor.ops, load, Ceiling(bandwidth, ceiling.flops_per_s))
         seconds = statistics.median(times)
         self._report.add(
             Result("decode", {"context": context, "batch": batch,

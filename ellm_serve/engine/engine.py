@@ -138,6 +138,7 @@ class Engine:
             num_rejected=num_rejected,
             num_evictions=self._cache.num_evictions,
             num_forks=self._cache.num_forks,
+            num_requeued=self._scheduler.num_requeued,
             num_slots=self._limits.num_slots,
             sessions=self._cache.sessions(),
             steps=self._steps.copy(),

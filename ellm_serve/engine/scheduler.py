@@ -10,7 +10,7 @@ built; until then nothing of it exists but its place in the queue.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -71,6 +71,7 @@ class Scheduler:
         self._block: PrefillBlock | None = None
         # No memory for the first prompt in line: not tried again until a sequence has ended.
         self._out_of_memory = False
+        self.num_requeued = 0
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.decoding: deque[Sequence] = deque()
@@ -161,8 +162,8 @@ class Scheduler:
         """Up to `max_decode_rows` rows, in turn if there are more.
 
         A row without memory for its next token sits out until another one ends. If all sit out
-        and nothing is being prefilled, a half-computed prompt goes back to the queue, or else the
-        youngest row ends.
+        and nothing is being computed, the one that started last gives its memory up and goes back
+        to the queue; only a sequence that is alone ends for lack of memory.
         """
         rows = []
         for sequence in islice(self.decoding, self._limits.max_decode_rows):
@@ -171,12 +172,14 @@ class Scheduler:
                 rows.append(sequence)
         if len(self.decoding) > self._limits.max_decode_rows:
             self.decoding.rotate(-self._limits.max_decode_rows)
-        if self.decoding and not rows and self._block is None:
-            if self.prefilling:
-                self._requeue(self.prefilling[-1])
-                return self._decode_rows(starved)
-            starved.append(self.decoding[-1])
-        return rows
+        if not self.decoding or rows or self._block is not None:
+            return rows
+        youngest = self.prefilling[-1] if self.prefilling else _youngest(self.decoding)
+        if len(self.decoding) == 1 and youngest is self.decoding[0]:
+            starved.append(youngest)
+            return rows
+        self._requeue(youngest)
+        return self._decode_rows(starved)
 
     # --- prefill -----------------------------------------------------------------------------
 
@@ -246,7 +249,7 @@ class Scheduler:
             if not room or not self._cache.num_idle or block.logit_room < 2:
                 return
             num_cached = self._match(sequence)
-            num_new = sequence.num_prompt_tokens - num_cached
+            num_new = len(sequence.token_ids) - num_cached
             rows = num_new if sequence.wants_prompt_logprobs else 1
             if num_new > room or rows >= block.logit_room:
                 continue
@@ -285,9 +288,17 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         """Back to the head of the queue; what was computed stays an idle session meanwhile."""
-        self.prefilling.remove(sequence)
+        if sequence.phase is Phase.PREFILL:
+            self.prefilling.remove(sequence)
+            sequence.prompt_logprobs.clear()
+        else:
+            self.decoding.remove(sequence)
         self._end_lease(sequence)
         sequence.phase = Phase.WAITING
-        sequence.prompt_logprobs.clear()
         self.waiting.appendleft(sequence)
         self._out_of_memory = True
+        self.num_requeued += 1
+
+
+def _youngest(sequences: Iterable[Sequence]) -> Sequence:
+    return max(sequences, key=lambda sequence: sequence.times.started or 0.0)

@@ -92,13 +92,16 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Prompt tokens still to compute."""
-        return self.num_prompt_tokens - self.num_computed_tokens
+        """Known tokens still to compute before the next one can be sampled.
+
+        The prompt's; after a sequence gave up its memory, its earlier output's as well.
+        """
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether every prompt position must return logits."""
-        return self.request.sampling.prompt_logprobs is not None
+        """Whether every prompt position must still return logits."""
+        return self.request.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def usage(self) -> Usage:
@@ -106,13 +109,13 @@ class Sequence:
         return Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_output_tokens)
 
     def prefill_span(self, max_tokens: int) -> Span:
-        """The next prompt tokens to compute, at most `max_tokens`."""
+        """The next known tokens to compute, at most `max_tokens`."""
         assert self.lease is not None and max_tokens > 0
         start = self.num_computed_tokens
-        stop = min(start + max_tokens, self.num_prompt_tokens)
+        stop = min(start + max_tokens, len(self.token_ids))
         if self.wants_prompt_logprobs:
             rows = LogitRows.ALL
-        elif stop == self.num_prompt_tokens and self.max_output_tokens > 0:
+        elif stop == len(self.token_ids) and self.max_output_tokens > 0:
             rows = LogitRows.LAST
         else:
             rows = LogitRows.NONE

@@ -89,6 +89,7 @@ class EngineStats:
     num_rejected: int
     num_evictions: int
     num_forks: int
+    num_requeued: int
     num_slots: int
     sessions: tuple[SessionStats, ...]
     steps: StepStats

@@ -63,12 +63,12 @@ class KVTensor:
     def __init__(self, shape: KVShape, budget_bytes: int) -> None:
         self.shape = shape
         self.budget_bytes = budget_bytes
-        self._region = Region(shape.size_bytes)
+        self.region = Region(shape.size_bytes)
         self._committed = [0] * shape.num_slots  # chunks
 
     @property
     def address(self) -> int:
-        return self._region.address
+        return self.region.address
 
     @property
     def committed_bytes(self) -> int:
@@ -91,7 +91,7 @@ class KVTensor:
                 f" {self.budget_bytes >> 20} MiB budget; {size >> 20} MiB more are needed"
             )
         try:
-            self._region.commit(self._offset(slot, self._committed[slot]), size)
+            self.region.commit(self._offset(slot, self._committed[slot]), size)
         except MemoryError as error:
             raise KVExhausted(str(error)) from error
         self._committed[slot] = chunks
@@ -100,7 +100,7 @@ class KVTensor:
         """Gives a slot's memory back."""
         if self._committed[slot]:
             size = self._committed[slot] * self.shape.chunk_bytes
-            self._region.discard(self._offset(slot, 0), size)
+            self.region.discard(self._offset(slot, 0), size)
             self._committed[slot] = 0
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -109,7 +109,7 @@ class KVTensor:
         self._bytes(target, size)[:] = self._bytes(source, size)
 
     def _bytes(self, slot: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        view = self._region.array(self._offset(slot, 0), (size,), np.uint8)
+        view = self.region.array(self._offset(slot, 0), (size,), np.uint8)
         return view  # type: ignore[return-value]
 
     def _offset(self, slot: int, chunk: int) -> int:

@@ -351,21 +351,26 @@ def test_a_fatal_error_releases_everybody(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A dead worker or a bug stops the engine: every request gets its last delta."""
-    executor = HashExecutor(limits(num_slots=1), before=FailOnce("decode", 2, error))
+    gate, fail = Gate("prefill"), FailOnce("decode", 2, error)
+
+    def before(kind: str, spans: Sequence[Span]) -> None:
+        gate(kind, spans)
+        fail(kind, spans)
+
+    executor = HashExecutor(limits(num_slots=1), before=before)
     engine = Engine(executor, eos_token_ids=[EOS])
     consumers = [Consumer() for _ in range(3)]
-    streams = []
-    with pytest.raises(EngineError):
-        for number in range(10_000):
-            if number < 3:
-                engine.submit(request(f"r{number}"), consumers[number])
-            else:
-                streams.append(engine.submit(request(f"r{number}")))
-                list(streams[-1])
+    for number, consumer in enumerate(consumers):
+        engine.submit(request(f"r{number}"), consumer)
+    stream = engine.submit(request("stream"))
+    gate.open.set()
+    assert list(stream)[-1].finish_reason is FinishReason.ERROR
     for consumer in consumers:
         assert consumer.wait().last.finish_reason is FinishReason.ERROR
         assert consumer.last.error
     assert engine.stopped
+    with pytest.raises(EngineError, match="gone|stopped"):
+        engine.submit(request("late"))
     engine.close()
     assert executor.closed
     assert any(record.levelno >= logging.ERROR for record in caplog.records)

@@ -111,6 +111,7 @@ class Arrivals:
         last = run(engine, GenerateRequest("last", (1, 2, 3), SamplingParams(max_tokens=3)))
         assert last.last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert engine.stopped is None
+        self.stats = engine.stats()
         assert not any(session.busy for session in engine.stats().sessions)
 
 

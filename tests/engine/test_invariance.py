@@ -77,9 +77,7 @@ def test_token_by_token(
 
 
 @pytest.mark.parametrize("cut", [1, 2, 63, 64, 65, 130])
-def test_two_turns(
-    model: Model, expected: Logits, make_executor: MakeExecutor, cut: int
-) -> None:
+def test_two_turns(model: Model, expected: Logits, make_executor: MakeExecutor, cut: int) -> None:
     """A second turn continues the first one's keys and values, at even and odd positions."""
     executor, ids = make_executor(model), model.ids(LENGTH)
     first = prefill(executor, ids[:cut])
@@ -159,9 +157,7 @@ def test_batch_neighbours(model: Model, make_executor: MakeExecutor, threads: in
     prompts = [model.ids(length, seed=slot) for slot, length in enumerate(lengths)]
     for slot, prompt in enumerate(prompts):
         prefill(executor, prompt[:-1], slot=slot)
-    spans = [
-        Span(slot, lengths[slot] - 1, prompts[slot][-1:], LogitRows.LAST) for slot in range(4)
-    ]
+    spans = [Span(slot, lengths[slot] - 1, prompts[slot][-1:], LogitRows.LAST) for slot in range(4)]
     alone = [executor.decode([span]).copy() for span in spans]
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3), (1, 0, 3)):
         together = executor.decode([spans[slot] for slot in order]).copy()

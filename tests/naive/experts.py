@@ -1,0 +1,45 @@
+"""Routed experts, one row and one expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.naive.gemm import Bits, multiply_panel, widen
+
+F64 = NDArray[np.float64]
+
+
+def group_experts(
+    ids: NDArray[np.int32], weights: NDArray[np.float32]
+) -> list[tuple[int, list[int], list[float]]]:
+    """(expert, its rows, their weights) of every expert that has rows, in order."""
+    return [
+        (
+            int(expert),
+            [int(row) for row in np.nonzero(ids == expert)[0]],
+            [float(weight) for weight in weights[ids == expert]],
+        )
+        for expert in np.unique(ids)
+    ]
+
+
+def experts_up(x: Bits, gate: Bits, up: Bits) -> F64:
+    """SiLU(x · gateᵀ) · (x · upᵀ) of one expert, not rounded yet."""
+    g = multiply_panel(x, gate)
+    return g / (1.0 + np.exp(-g)) * multiply_panel(x, up)
+
+
+def experts_down(
+    hidden: Sequence[Bits], down: Sequence[Bits], rows: int,
+    groups: Sequence[tuple[int, list[int], list[float]]],
+) -> F64:  # fmt: skip
+    """Σ weight · hidden · downᵀ; `hidden[i]` are the activated rows of the i-th group."""
+    out = np.zeros((rows, down[0].shape[0]))
+    for activated, (expert, members, weights) in zip(hidden, groups, strict=True):
+        product = widen(activated).astype(np.float64) @ widen(down[expert]).astype(np.float64).T
+        for row, weight, line in zip(members, weights, product, strict=True):
+            out[row] += weight * line
+    return out

@@ -1,0 +1,46 @@
+"""Packed panels and products over them, as whole-array numpy.
+
+A matrix [outputs, inputs] of bf16 bits becomes `[outputs/64][inputs/2][64][2]`; missing outputs of
+the last panel are zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint16]
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+
+def widen(bits: Bits) -> F32:
+    """bf16 bits as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack_panels(matrix: Bits) -> Bits:
+    """[outputs, inputs] → [panel][pair][64][2]"""
+    outputs, inputs = matrix.shape
+    panels = -(-outputs // 64)
+    filled = np.zeros((panels * 64, inputs), np.uint16)
+    filled[:outputs] = matrix
+    return np.ascontiguousarray(
+        filled.reshape(panels, 64, inputs // 2, 2).transpose(0, 2, 1, 3)
+    )  # [panel, pair, output, 2]
+
+
+def unpack_panels(panels: Bits, outputs: int) -> Bits:
+    """The inverse of `pack_panels`."""
+    count, pairs = panels.shape[:2]
+    return panels.transpose(0, 2, 1, 3).reshape(count * 64, 2 * pairs)[:outputs]
+
+
+def multiply_panel(x: Bits, matrix: Bits) -> F64:
+    """[rows, inputs] · [outputs, inputs]ᵀ"""
+    return widen(x).astype(np.float64) @ widen(matrix).astype(np.float64).T
+
+
+def multiply_bound(x: Bits, matrix: Bits) -> F64:
+    """Σ |x| · |w|: what rounding errors of a product are measured by."""
+    return multiply_panel(x & 0x7FFF, matrix & 0x7FFF)
