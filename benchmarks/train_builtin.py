@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.builtin_corpus import SEPARATOR, Corpus, heldout_sample, read_sources
@@ -74,7 +74,7 @@ class Layer(torch.nn.Module):
         self.dims = dims
         hidden, head = dims.hidden_size, dims.head_dim
         num_q, num_kv = dims.num_attention_heads * head, dims.num_key_value_heads * head
-        self.qkv_borders = (num_q, num_q + num_kv)
+        self.qkv_sizes = [num_q, num_kv, num_kv]
         inner = dims.num_experts * dims.moe_intermediate_size
         depth = 1 / math.sqrt(2 * dims.num_hidden_layers)
 
@@ -96,7 +96,7 @@ class Layer(torch.nn.Module):
         dims = self.dims
         q, k, v = (
             part.view(batch, length, -1, dims.head_dim).transpose(1, 2)
-            for part in F.linear(x, self.qkv).tensor_split(self.qkv_borders, dim=-1)
+            for part in torch.split(F.linear(x, self.qkv), self.qkv_sizes, dim=-1)
         )
         q = rotate(rms_norm(q, self.q_norm, dims.rms_norm_eps), cos, sin).to(v.dtype)
         k = rotate(rms_norm(k, self.k_norm, dims.rms_norm_eps), cos, sin).to(v.dtype)
@@ -155,8 +155,8 @@ class Model(torch.nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets), balance
 
 
-def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
-    """The weights in bf16 under the names of the published Qwen3-MoE checkpoints."""
+def checkpoint_views(model: Model) -> dict[str, torch.Tensor]:
+    """The weights under the names of the published Qwen3-MoE checkpoints."""
     found: dict[str, torch.Tensor] = {
         "model.embed_tokens.weight": model.embedding,
         "model.norm.weight": model.final_norm,
@@ -164,7 +164,7 @@ def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{index}"
-        q, k, v = layer.qkv.tensor_split(layer.qkv_borders)
+        q, k, v = torch.split(layer.qkv, layer.qkv_sizes)
         attention = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": layer.output}
         attention |= {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
         for name, tensor in attention.items():
@@ -179,7 +179,23 @@ def to_checkpoint(model: Model) -> dict[str, torch.Tensor]:
             parts = {"gate_proj": gate[rows], "up_proj": up[rows], "down_proj": layer.down[:, rows]}
             for name, tensor in parts.items():
                 found[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = tensor
-    return {k: v.detach().to(torch.bfloat16).clone().contiguous() for k, v in found.items()}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def save_checkpoint(model: Model, path: Path) -> None:
+    views = checkpoint_views(model)
+    tensors = {name: view.to(torch.bfloat16).contiguous() for name, view in views.items()}
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, {"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(path)
+
+
+@torch.no_grad()
+def load_checkpoint(model: Model, path: Path) -> None:
+    found = load_file(path)
+    for name, view in checkpoint_views(model).items():
+        view.copy_(found[name])
 
 
 @torch.no_grad()
@@ -202,10 +218,10 @@ def heldout_loss(model: Model, ids: list[int]) -> tuple[float, int]:
 class Stream:
     """Endless shuffled windows of the tokenised epochs; the same order on every run."""
 
-    def __init__(self, text: Corpus, tokenizer: Tokenizer) -> None:
+    def __init__(self, text: Corpus, tokenizer: Tokenizer, first_epoch: int) -> None:
         self.text = text
         self.tokenizer = tokenizer
-        self.epoch = 0
+        self.epoch = first_epoch
         self.encoded: dict[str, list[int]] = {}
         self.unused = np.empty(0, np.int64)  # tokens of this epoch not yet handed out
 
@@ -213,7 +229,7 @@ class Stream:
         texts = self.text.documents(epoch)
         unseen = [text for text in texts if text not in self.encoded]
         fresh = dict(zip(unseen, self.tokenizer.encode_batch(unseen), strict=True))
-        if epoch == 0:  # the library's files come back every epoch, the dialogues differ
+        if not self.encoded:  # the library's files come back every epoch, the dialogues differ
             kept = {source.text for source in self.text.training}
             self.encoded = {text: e.ids for text, e in fresh.items() if text in kept}
         end = [self.tokenizer.token_to_id(SEPARATOR)]
@@ -245,12 +261,19 @@ def optimizer_of(model: Model) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.97), fused=True)
 
 
-def learning_rate(step: int, progress: float) -> float:
+def schedule(step: int, progress: float) -> float:
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
-def train(model: Model, stream: Stream, heldout: list[int], out: Path, budget_s: float) -> None:
+def train(
+    model: Model,
+    stream: Stream,
+    heldout: list[int],
+    out: Path,
+    budget_s: float,
+    peak_lr: float,
+) -> None:
     optimizer = optimizer_of(model)
     compiled = torch.compile(model.loss, dynamic=False)
     start = time.monotonic()
@@ -259,7 +282,7 @@ def train(model: Model, stream: Stream, heldout: list[int], out: Path, budget_s:
         progress = elapsed_s / budget_s
         _, sequences, length = max(phase for phase in PHASES if phase[0] <= progress)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, progress)
+            group["lr"] = peak_lr * schedule(step, progress)
         ids = stream.batch(sequences, length)
         with torch.autocast("cpu", torch.bfloat16):
             loss, balance = compiled(ids)
@@ -341,9 +364,7 @@ def write_static_files(dims: Dims, tokenizer: Tokenizer, heldout: str, out: Path
 def save(
     model: Model, heldout: list[int], step: int, num_tokens: int, epochs: int, out: Path
 ) -> None:
-    partial = out / "model.safetensors.partial"
-    save_file(to_checkpoint(model), partial, {"format": "pt"})
-    partial.replace(out / "model.safetensors")
+    save_checkpoint(model, out / "model.safetensors")
     loss, count = heldout_loss(model, heldout)
     write_json(out / "heldout.json", {"loss": loss, "num_tokens": count, "window": WINDOW})
     run = {"steps": step, "tokens": num_tokens, "epochs": epochs, "loss": loss}
@@ -354,6 +375,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=50.0)
+    parser.add_argument("--peak-lr", type=float, default=PEAK_LR)
+    parser.add_argument("--resume", type=Path, help="a model.safetensors of an earlier run")
+    parser.add_argument("--first-epoch", type=int, default=0, help="where the data goes on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -366,7 +390,12 @@ def main() -> None:
     sample = heldout_sample(sources)
     write_static_files(dims, tokenizer, sample, out)
     heldout = tokenizer.encode(sample).ids
-    train(Model(dims), Stream(text, tokenizer), heldout, out, arguments.minutes * 60)
+    model = Model(dims)
+    if arguments.resume:
+        load_checkpoint(model, arguments.resume)
+    stream = Stream(text, tokenizer, arguments.first_epoch)
+    budget_s = arguments.minutes * 60
+    train(model, stream, heldout, out, budget_s, arguments.peak_lr)
 
 
 if __name__ == "__main__":

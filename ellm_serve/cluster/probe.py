@@ -20,7 +20,7 @@ from ellm_serve.model.region import Region
 
 REPEATS = 5
 # What all threads read together, and the least for one: far more than the last-level cache holds.
-READ_BYTES = 512 << 20
+READ_BYTES = 256 << 20
 _MIN_READ_BYTES = 32 << 20
 _RUN_S = 0.02
 _FIRST_ITERATIONS = 20_000

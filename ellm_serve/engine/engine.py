@@ -38,6 +38,17 @@ class _Abort:
     sequence: Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a sequence ends, and what its last delta adds."""
+
+    finish: FinishReason
+    token_ids: tuple[int, ...] = ()
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+
+
 class Engine:
     """Generates. Takes over the executor and closes it.
 
@@ -144,6 +155,12 @@ class Engine:
             steps=self._steps.copy(),
         )
 
+    def num_computed_tokens(self, request_id: str) -> int | None:
+        """How far a request is, cached tokens included; None if it is not running. For progress."""
+        with self._wake:
+            sequence = self._live.get(request_id)
+        return None if sequence is None else sequence.num_computed_tokens
+
     @property
     def stopped(self) -> str | None:
         """Why the engine no longer runs; None while it does."""
@@ -211,7 +228,7 @@ class Engine:
                 case Sequence():
                     self._scheduler.add(command)
                 case _Abort(sequence):
-                    self._end(sequence, FinishReason.ABORT)
+                    self._end(sequence, _Ending(FinishReason.ABORT))
         return True
 
     def _recount(self) -> None:
@@ -244,7 +261,8 @@ class Engine:
         prefill_logits: NDArray[np.float32] | None,
     ) -> None:
         for sequence in step.starved:
-            self._end(sequence, FinishReason.ERROR, error="No memory is left for this sequence.")
+            message = "No memory is left for this sequence."
+            self._end(sequence, _Ending(FinishReason.ERROR, error=message))
         if decode_logits is not None:
             for sequence, logits in zip(step.decode, decode_logits, strict=True):
                 self._scheduler.decoded(sequence)
@@ -262,38 +280,40 @@ class Engine:
             if sequence.phase is not Phase.FINISHED:
                 self._take(sequence, partial(self._take_prompt, sequence, span.start, rows))
 
-    def _take(self, sequence: Sequence, action: Callable[[], None]) -> None:
+    def _take(self, sequence: Sequence, action: Callable[[], _Ending | None]) -> None:
         """Runs what concerns one row; if that fails, only this row ends."""
-        error = self._guarded(sequence, action)
-        if error is not None:
-            self._end(sequence, FinishReason.ERROR, error=error)
+        ending = self._guarded(sequence, action)
+        if ending is not None:
+            self._end(sequence, ending)
 
-    def _guarded(self, sequence: Sequence, action: Callable[[], None]) -> str | None:
+    def _guarded(self, sequence: Sequence, action: Callable[[], _Ending | None]) -> _Ending | None:
         try:
-            action()
+            return action()
         except Exception as error:
             # A row's sampler or consumer may fail in any way; its neighbours must not notice.
             logger.exception("Request %s failed.", sequence.request.request_id)
-            return str(error) if isinstance(error, EngineError) else "Internal error."
-        return None
+            message = str(error) if isinstance(error, EngineError) else "Internal error."
+            return _Ending(FinishReason.ERROR, error=message)
 
-    def _take_prompt(self, sequence: Sequence, start: int, logits: NDArray[np.float32]) -> None:
+    def _take_prompt(
+        self, sequence: Sequence, start: int, logits: NDArray[np.float32]
+    ) -> _Ending | None:
         """Takes the logits of prompt positions from `start` on; samples after the last one."""
         count = sequence.request.sampling.prompt_logprobs
-        if count is not None:
+        if count is not None and sequence.wants_prompt_logprobs:
             wanted = sequence.token_ids[start + 1 : start + 1 + len(logits)]
             if start == 0:
                 sequence.prompt_logprobs.append(None)
             sequence.prompt_logprobs += self._sampler.prompt_logprobs(
                 logits[: len(wanted)], wanted, count
             )
-        if sequence.phase is Phase.DECODE:
-            if sequence.max_output_tokens == 0:
-                self._end(sequence, FinishReason.LENGTH)
-            else:
-                self._sample(sequence, logits[-1])
+        if sequence.phase is not Phase.DECODE:
+            return None
+        if sequence.max_output_tokens == 0:
+            return _Ending(FinishReason.LENGTH)
+        return self._sample(sequence, logits[-1])
 
-    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
+    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> _Ending | None:
         choice = self._sampler.choose(
             logits,
             sequence.request.sampling,
@@ -305,48 +325,45 @@ class Engine:
         sequence.times.token(self._clock())
         finish = sequence.append(choice.token_id)
         if finish is FinishReason.STOP:
-            self._end(sequence, finish, stop_token_id=choice.token_id)
-            return
+            return _Ending(finish, stop_token_id=choice.token_id)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
-        if finish is None:
-            sequence.deliver((choice.token_id,), logprobs=logprobs)
-        else:
-            self._end(sequence, finish, (choice.token_id,), logprobs=logprobs)
+        if finish is not None:
+            return _Ending(finish, (choice.token_id,), logprobs=logprobs)
+        sequence.deliver((choice.token_id,), logprobs=logprobs)
+        return None
 
     # --- ends --------------------------------------------------------------------------------
 
-    def _end(
-        self,
-        sequence: Sequence,
-        finish: FinishReason,
-        token_ids: tuple[int, ...] = (),
-        stop_token_id: int | None = None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        error: str | None = None,
-    ) -> None:
+    def _end(self, sequence: Sequence, ending: _Ending) -> None:
         """Ends a sequence in whatever phase and tells its consumer; later calls do nothing."""
         if sequence.phase is Phase.FINISHED:
             return
-        if sequence.phase is Phase.PREFILL and finish is FinishReason.ABORT:
+        if sequence.phase is Phase.PREFILL and ending.finish is FinishReason.ABORT:
             self._steps.num_cancelled_in_prefill += 1
         self._scheduler.finish(sequence)
-        stats = sequence.stats(finish, self._clock())
+        stats = sequence.stats(ending.finish, self._clock())
         self._steps.ended(stats)
         with self._wake:
             del self._live[sequence.request.request_id]
-        self._guarded(
-            sequence,
-            partial(sequence.deliver, token_ids, finish, stop_token_id, logprobs, error),
-        )
+        self._deliver(sequence, ending)
         if self._on_finished is not None:
             self._guarded(sequence, partial(self._on_finished, stats))
+
+    def _deliver(self, sequence: Sequence, ending: _Ending) -> None:
+        self._guarded(
+            sequence,
+            partial(
+                sequence.deliver, ending.token_ids, ending.finish, ending.stop_token_id,
+                ending.logprobs, ending.error,
+            ),
+        )  # fmt: skip
 
     def _fail_running(self, error: EngineError) -> None:
         """A step failed: what was running ends, what waits goes on."""
         logger.error("A step failed: %s", error)
         self._scheduler.drop_block()
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
-            self._end(sequence, FinishReason.ERROR, error=str(error))
+            self._end(sequence, _Ending(FinishReason.ERROR, error=str(error)))
 
     def _stop(self, reason: str, finish: FinishReason) -> None:
         """The thread's last act. Leaves the scheduler alone: after a bug it may be inconsistent."""
@@ -358,5 +375,5 @@ class Engine:
             self._queue.recount(())
         for sequence in live:
             error = reason if finish is FinishReason.ERROR else None
-            self._guarded(sequence, partial(sequence.deliver, (), finish, None, (), error))
+            self._deliver(sequence, _Ending(finish, error=error))
         self._executor.close()

@@ -76,6 +76,10 @@ class Executor(Protocol):
 
         Returns logits [sum of logit rows, vocab] in span order, then row order: a view that is
         valid until the next `decode`.
+
+        Raises:
+            WorkerDied: nothing can be computed any more.
+            EngineError: this step is lost, the next one may work.
         """
         ...
 
@@ -88,6 +92,9 @@ class Executor(Protocol):
 
         None: stopped at a yield point, call again. Otherwise the block's logits, in a buffer of
         their own that is valid until the next block ends.
+
+        Raises:
+            EngineError: the block failed; it is in flight until `cancel_prefill` is called.
         """
         ...
 

@@ -34,8 +34,8 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._row = np.empty(vocab_size, np.float32)
-        # The weights are computed in whole vectors.
-        self._weights = np.empty(-(-vocab_size // kernels.LANES) * kernels.LANES, np.float32)
+        multiple = kernels.WEIGHTS_MULTIPLE
+        self._weights = np.empty(-(-vocab_size // multiple) * multiple, np.float32)
         self._ids = np.empty(vocab_size, np.int32)
         self._border = np.empty(vocab_size, np.int32)
         self._histogram = np.empty(kernels.NUM_BUCKETS, np.float64)

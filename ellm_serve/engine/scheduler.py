@@ -18,8 +18,9 @@ from ellm_serve.engine.executor import Executor, Span
 from ellm_serve.engine.sequence import Phase, Sequence
 from ellm_serve.engine.session_cache import SessionCache
 
-# Waiting prompts looked at for joining a block: matching long prefixes takes about a millisecond.
-_MAX_LOOK_AHEAD = 32
+# Tokens of waiting prompts that are matched with resident sessions to fill one block: running
+# streams wait for it, a few nanoseconds per token and session that shares it.
+_MAX_TOKENS_MATCHED = 1 << 20
 
 
 @dataclass(slots=True)
@@ -184,7 +185,7 @@ class Scheduler:
     # --- prefill -----------------------------------------------------------------------------
 
     def _start_block(self, starved: list[Sequence]) -> None:
-        head = self._head(starved)
+        head = self._head()
         if head is None:
             return
         limits = self._limits
@@ -200,7 +201,7 @@ class Scheduler:
         self._executor.start_prefill(block.spans)
         self._block = block
 
-    def _head(self, starved: list[Sequence]) -> Sequence | None:
+    def _head(self) -> Sequence | None:
         """The prompt that is next in line, with a lease."""
         if self.prefilling:
             return self.prefilling[0]
@@ -244,9 +245,12 @@ class Scheduler:
 
     def _join_short(self, block: PrefillBlock, room: int, head: Sequence) -> None:
         """Adds waiting prompts whose uncomputed part fits into `room` tokens."""
-        for sequence in list(islice(self.waiting, _MAX_LOOK_AHEAD)):
+        num_matched = 0
+        for sequence in tuple(self.waiting):
+            num_matched += len(sequence.token_ids)
             # The head needs at least one row of logits for itself.
-            if not room or not self._cache.num_idle or block.logit_room < 2:
+            full = not room or not self._cache.num_idle or block.logit_room < 2
+            if full or self._out_of_memory or num_matched > _MAX_TOKENS_MATCHED:
                 return
             num_cached = self._match(sequence)
             num_new = len(sequence.token_ids) - num_cached

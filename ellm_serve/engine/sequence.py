@@ -7,6 +7,7 @@ the engine's loop thread alone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -69,7 +70,7 @@ class Sequence:
     seed: int
     processor: LogitsProcessor
     times: Times
-    token_ids: list[int] = field(init=False)
+    token_ids: array[int] = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     phase: Phase = Phase.WAITING
@@ -78,7 +79,7 @@ class Sequence:
     _deliverable: bool = True
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
+        self.token_ids = array("i", self.request.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -159,7 +160,7 @@ class Sequence:
         self.prompt_logprobs.clear()
         self._deliverable = False
         self.on_delta(delta)
-        self._deliverable = finish_reason is None
+        self._deliverable = True
 
     def stats(self, finish_reason: FinishReason, now: float) -> RequestStats:
         """Numbers of a request that ends now."""

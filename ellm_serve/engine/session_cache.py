@@ -8,6 +8,7 @@ those of a running slot never change, so another sequence may copy them at any t
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from ellm_serve.engine.executor import Executor
@@ -15,6 +16,10 @@ from ellm_serve.engine.stats import SessionStats
 from ellm_serve.errors import KVExhausted
 
 _COMPARED_AT_ONCE = 1024
+
+
+def _no_tokens() -> array[int]:
+    return array("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class _Slot:
     generation: int = 0
     principal: str = ""
     session_key: str | None = None
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=_no_tokens)
     valid_len: int = 0
     busy: bool = False
     last_used: int = 0
@@ -51,8 +56,11 @@ class _Plan:
     num_cached_tokens: int
 
 
-def common_prefix(a: list[int], b: list[int], limit: int) -> int:
-    """How many leading tokens are equal, at most `limit`. Compares in blocks at C speed."""
+def common_prefix(a: array[int], b: array[int], limit: int) -> int:
+    """How many leading tokens are equal, at most `limit`. Compares in blocks at C speed.
+
+    Arrays, because comparing lists of 250,000 numbers takes 20 ms, and these less than one.
+    """
     start = 0
     while start < limit:
         stop = min(start + _COMPARED_AT_ONCE, limit)
@@ -95,13 +103,13 @@ class SessionCache:
             if slot.busy or slot.valid_len
         )
 
-    def match(self, session_key: str | None, principal: str, token_ids: list[int]) -> int:
+    def match(self, session_key: str | None, principal: str, token_ids: array[int]) -> int:
         """How many tokens a lease taken now would find computed."""
         plan = self._plan(session_key, principal, token_ids)
         return plan.num_cached_tokens if plan else 0
 
     def lease(
-        self, session_key: str | None, principal: str, token_ids: list[int], reuse: bool = True
+        self, session_key: str | None, principal: str, token_ids: array[int], reuse: bool = True
     ) -> Lease | None:
         """A slot for this prompt, or None while every slot is running.
 
@@ -160,7 +168,7 @@ class SessionCache:
         return min(idle, key=lambda slot: self._cost(slot, slot.valid_len), default=None)
 
     def _plan(
-        self, session_key: str | None, principal: str, token_ids: list[int], reuse: bool = True
+        self, session_key: str | None, principal: str, token_ids: array[int], reuse: bool = True
     ) -> _Plan | None:
         owner = (principal, session_key)
         source, common = self._longest(owner, token_ids) if reuse else (None, 0)
@@ -184,7 +192,7 @@ class SessionCache:
         return _Plan(target, source, usable)
 
     def _longest(
-        self, owner: tuple[str, str | None], token_ids: list[int]
+        self, owner: tuple[str, str | None], token_ids: array[int]
     ) -> tuple[_Slot | None, int]:
         """The slot of this principal with the longest common prefix."""
         best: _Slot | None = None
@@ -231,7 +239,7 @@ class SessionCache:
         """Makes a slot free: nothing of it is valid and its memory is given back."""
         if slot.valid_len:
             self.num_evictions += 1
-        slot.token_ids, slot.valid_len = [], 0
+        slot.token_ids, slot.valid_len = _no_tokens(), 0
         slot.principal, slot.session_key = "", None
         slot.generation += 1
         self._executor.release(slot.index)

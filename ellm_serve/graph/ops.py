@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ellm_kernels import opcodes as oc
-from ellm_kernels.tiles import num_panels, padded, panel_bytes
+from ellm_kernels.tiles import num_panels, num_up_panels, padded
 from ellm_serve.graph.tensor import Arena, Mode, Tensor
 
 
@@ -40,10 +40,14 @@ class Stage:
         return self.arena.mode is Mode.FEW
 
     def part_items(self, items: int, flops: float) -> int:
-        """Items of one part when `items` cost `flops` together; 0: all at once."""
+        """Items of one part when `items` cost `flops` together; 0: all at once.
+
+        A multiple of the threads: with 3 items for 2 threads every part would take two turns.
+        """
         if self.few or flops <= self.part_flops:
             return 0
-        return max(self.num_threads, int(items * self.part_flops / flops))
+        turns = max(1, round(items * self.part_flops / flops / self.num_threads))
+        return turns * self.num_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +306,8 @@ class Experts:
         x, scratch = stage.arena[self.x], stage.arena[self.scratch]
         group, activated = stage.arena[self.group], stage.arena[self.activated]
         rows = stage.arena.num_rows
-        panels = num_panels(self.intermediate)
-        panel_run, row_run = (1, rows) if stage.few else (min(4, panels), min(256, rows))
+        panels = num_up_panels(self.intermediate)
+        panel_run, row_run = (1, rows) if stage.few else (min(8, panels), min(256, rows))
         args = {
             "x": x.address, "x_private": x.private, "x_stride": x.row_bytes,
             "weight": self.up_weight, "num_pairs": self.hidden // 2, "panels": panels,
@@ -320,7 +324,7 @@ class Experts:
         out, scratch = stage.arena[self.out], stage.arena[self.scratch]
         group, activated = stage.arena[self.group], stage.arena[self.activated]
         panels = num_panels(self.hidden)
-        panel_run = 1 if stage.few else max(1, min(2, panels // stage.num_threads))
+        panel_run = 1
         args = {
             "hidden": activated.address, "hidden_stride": 2 * padded(self.intermediate),
             "weight": self.down_weight, "num_pairs": self.intermediate // 2, "panels": panels,
@@ -332,9 +336,3 @@ class Experts:
         flops = self.flops(Load(stage.arena.num_rows, 0, 0)) / 3
         part = stage.part_items(_runs(panels, panel_run), flops)
         return Row(oc.EXPERTS_DOWN, oc.SYNC, args, part)
-
-
-def experts_bytes(hidden: int, intermediate: int, num_experts: int) -> int:
-    """Bytes of the packed gate, up and down panels of a layer."""
-    up = 2 * num_panels(intermediate) * panel_bytes(hidden)
-    return num_experts * (up + num_panels(hidden) * panel_bytes(intermediate))

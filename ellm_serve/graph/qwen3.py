@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ellm_kernels.attention import attention_scratch_bytes
 from ellm_kernels.attention_decode import decode_pieces_bytes, decode_scratch_bytes
-from ellm_kernels.experts import UP_SCRATCH_BYTES, group_bytes
+from ellm_kernels.experts import SCRATCH_BYTES, group_bytes
 from ellm_kernels.kv_layout import CHUNK
 from ellm_serve.graph.attention_op import Attention
 from ellm_serve.graph.kv_tensor import KVShape
@@ -74,7 +74,7 @@ class Activations:
             Tensor(GROUP.name, group_bytes(experts, num_rows * top_k), Per.STEP, local=True),
             Tensor(COUNTS.name, 4 * experts, Per.THREAD),
             Tensor(SCRATCH.name, max(attention_scratch_bytes(d), decode_scratch_bytes(d),
-                                     UP_SCRATCH_BYTES), Per.THREAD),
+                                     SCRATCH_BYTES), Per.THREAD),
             Tensor(PIECES.name, -(-decode_pieces_bytes(chunks, config.num_heads, d) // num_rows),
                    only=few),
         ]  # fmt: skip

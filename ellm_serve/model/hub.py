@@ -6,6 +6,7 @@ line each. Code files and pickled weights are never fetched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -25,11 +26,16 @@ UNWANTED = ("*.py", "*.bin", "original/*", "consolidated*.safetensors")
 
 
 def resolve_model(
-    model: str, revision: str | None = None, cache_dir: Path | None = None, offline: bool = False
+    model: str,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    offline: bool = False,
+    wanted: Sequence[str] = WANTED,
 ) -> Path:
     """The directory of `model`; downloads it when it is a hub id that is not in the cache.
 
-    `offline`, or HF_HUB_OFFLINE in the environment, allows the cache only.
+    `offline`, or HF_HUB_OFFLINE in the environment, allows the cache only. `wanted` are patterns of
+    the files to download.
     """
     if model == BUILTIN:
         return _builtin()
@@ -46,7 +52,7 @@ def resolve_model(
             revision=revision,
             cache_dir=cache_dir,
             local_files_only=offline,
-            allow_patterns=list(WANTED),
+            allow_patterns=list(wanted),
             ignore_patterns=list(UNWANTED),
         )
     except (errors.HFValidationError, errors.XetDownloadError, HTTPError, OSError) as error:

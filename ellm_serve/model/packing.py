@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ellm_kernels.pack import pack_panels
-from ellm_kernels.tiles import PANEL, panel_bytes
+from ellm_kernels.tiles import HALF_PANEL, PANEL, panel_bytes
 from ellm_serve.model.checkpoint import Checkpoint
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.region import Region
@@ -142,7 +142,6 @@ class _Packer:
         gate = self._checkpoint.expect(names[0], (size, hidden))
         up = self._checkpoint.expect(names[1], (size, hidden))
         down = self._checkpoint.expect(names[2], (hidden, size))
-        step = panel_bytes(hidden)
         base = self._region.address
         up_at = base + experts.up.offset + index * (experts.up.size_bytes // experts.num_experts)
         down_at = (
@@ -150,9 +149,9 @@ class _Packer:
         )
 
         def run() -> None:
-            _pack(gate, up_at, 2 * step)
-            _pack(up, up_at + step, 2 * step)
-            _pack(down, down_at, panel_bytes(size))
+            _pack(gate, up_at, HALF_PANEL, 0)
+            _pack(up, up_at, HALF_PANEL, HALF_PANEL)
+            _pack(down, down_at)
 
         return _Job(names, run)
 
@@ -166,11 +165,11 @@ class _Packer:
         def run() -> None:
             if any(len(source) % PANEL for source in sources[:-1]):
                 # A panel that spans two tensors: join them first (only tiny models have these).
-                _pack(np.concatenate([to_bf16(source) for source in sources]), address, step)
+                _pack(np.concatenate([to_bf16(source) for source in sources]), address)
                 return
             at = address
             for source in sources:
-                _pack(source, at, step)
+                _pack(source, at)
                 at += len(source) // PANEL * step
 
         return _Job(names, run)
@@ -195,13 +194,13 @@ class _Packer:
         return _Job((name,), run)
 
 
-def _pack(source: Array, address: int, panel_stride: int) -> None:
-    """Packs a matrix [outputs, inputs] into panels `panel_stride` bytes apart."""
+def _pack(source: Array, address: int, width: int = PANEL, column: int = 0) -> None:
+    """Packs a matrix [outputs, inputs] into `width` columns of every panel at `address`."""
     outputs, inputs = source.shape
     if source.dtype == np.uint16 and source.flags.c_contiguous:
-        pack_panels(source.ctypes.data, inputs * 2, outputs, inputs, address, panel_stride)
+        pack_panels(source.ctypes.data, inputs * 2, outputs, inputs, address, width, column)
         return
     for row in range(0, outputs, _CONVERT_ROWS):
         rows = to_bf16(source[row : row + _CONVERT_ROWS])
-        at = address + row // PANEL * panel_stride
-        pack_panels(rows.ctypes.data, inputs * 2, len(rows), inputs, at, panel_stride)
+        at = address + row // width * panel_bytes(inputs)
+        pack_panels(rows.ctypes.data, inputs * 2, len(rows), inputs, at, width, column)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ellm_kernels.tiles import packed_bytes
+from ellm_kernels.attention_decode import MAX_GROUP
+from ellm_kernels.tiles import packed_bytes, packed_up_bytes
 from ellm_serve.errors import ModelError
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.region import round_up
@@ -29,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """All experts of a layer: per expert gate and up panels in turn; per expert down panels."""
+    """All experts of a layer: per expert panels of gate and up; per expert panels of down."""
 
     up: Place
     down: Place
@@ -78,6 +79,12 @@ def _check_panels(config: ModelConfig) -> None:
         raise ModelError(
             f"hidden_size {config.hidden_size} is no multiple of {_PANEL}, which the kernels need"
         )
+    shared = config.num_heads // config.num_kv_heads
+    if shared > MAX_GROUP:
+        raise ModelError(
+            f"{config.num_heads} query heads on {config.num_kv_heads} kv-heads make {shared} per"
+            f" kv-head; the kernels take at most {MAX_GROUP}"
+        )
     sizes = {"intermediate_size": 0 if all(config.moe_layers) else config.intermediate_size}
     sizes["moe_intermediate_size"] = config.moe_intermediate_size
     for name, size in sizes.items():
@@ -108,6 +115,10 @@ class _Cursor:
         """`copies` packed bf16 matrices, one behind the other."""
         return self._place(copies * packed_bytes(outputs, inputs), outputs, inputs)
 
+    def gate_up(self, intermediate: int, inputs: int, copies: int) -> Place:
+        """`copies` packed pairs of gate and up projections."""
+        return self._place(copies * packed_up_bytes(intermediate, inputs), intermediate, inputs)
+
 
 def _layer(cursor: _Cursor, config: ModelConfig, moe: bool) -> LayerPlaces:
     hidden = config.hidden_size
@@ -130,7 +141,7 @@ def _layer(cursor: _Cursor, config: ModelConfig, moe: bool) -> LayerPlaces:
 
 def _experts(cursor: _Cursor, hidden: int, num_experts: int, intermediate: int) -> ExpertPlaces:
     return ExpertPlaces(
-        up=cursor.matrix(intermediate, hidden, 2 * num_experts),
+        up=cursor.gate_up(intermediate, hidden, num_experts),
         down=cursor.matrix(hidden, intermediate, num_experts),
         num_experts=num_experts,
         intermediate=intermediate,

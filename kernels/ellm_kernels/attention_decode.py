@@ -52,7 +52,8 @@ def decode_pieces_bytes(num_chunks: int, num_heads: int, head_dim: int) -> int:
 @kernel
 def num_row_chunks(rows: StepRows, row: int) -> int:
     """Chunks a row attends to."""
-    return np.int64(load_i32(rows.positions + 4 * row)) // CHUNK + 1
+    position: int = load_i32(rows.positions + 4 * row)
+    return position // CHUNK + 1
 
 
 @kernel

@@ -41,8 +41,8 @@ _LOG2E = np.float32(1.4426950408889634)
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 TILE_BYTES = MR * PANEL * 4
-# What `experts_up` needs per thread: two result tiles and the addresses of their rows.
-UP_SCRATCH_BYTES = 2 * TILE_BYTES + 64
+# What experts need per thread: a result tile and the addresses of its rows.
+SCRATCH_BYTES = TILE_BYTES + 64
 
 
 def group_bytes(num_experts: int, num_assignments: int) -> int:
@@ -123,14 +123,14 @@ def group_experts(
 
 
 @kernel
-def _silu_mul(gate: int, up: int, rows: int, out: int, out_stride: int) -> None:
-    """out[rows, 64] bf16 = gate / (1 + e^-gate) · up, from two float32 tiles."""
+def _silu_mul(tile: int, rows: int, out: int, out_stride: int) -> None:
+    """out[rows, 32] bf16 = gate / (1 + e^-gate) · up; a tile row is 32 gates, then 32 ups."""
     for row in range(rows):
-        for j in range(4):
-            at = row * PANEL * 4 + 64 * j
-            g = vload(gate + at)
+        for j in range(2):
+            at = tile + row * PANEL * 4 + 64 * j
+            g = vload(at)
             sigmoid = vdiv(g, vadd(vsplat(_ONE), vexp2(vmul(g, vsplat(-_LOG2E)))))
-            vstore_bf16(out + row * out_stride + 32 * j, vmul(sigmoid, vload(up + at)))
+            vstore_bf16(out + row * out_stride + 32 * j, vmul(sigmoid, vload(at + 128)))
 
 
 @kernel
@@ -141,15 +141,16 @@ def experts_up(
 ) -> None:  # fmt: skip
     """hidden[assignment] = SiLU(gate(x[row])) · up(x[row]) for items begin … end-1.
 
-    w: per expert `panels` × {gate panel, up panel} of 2·num_pairs inputs. An item is one active
-    expert × `panel_run` panels × `row_run` of its rows, numbered with rows fastest
-    (`row_runs` runs each, of which those past the expert's last row are empty).
+    w: per expert `panels` panels of 2·num_pairs inputs, each with 32 columns of gate and the same
+    32 of up: one panel at a time in the second-level cache leaves room for the next one.
+    An item is one active expert × `panel_run` panels × `row_run` of its rows, numbered with rows
+    fastest (`row_runs` runs each, of which those past the expert's last row are empty).
     """
     runs = (panels + panel_run - 1) // panel_run
     panel_bytes = num_pairs * PAIR_BYTES
     begins = _begins(group, num_experts)
     rows_at = _rows(group, num_experts)
-    pointers = scratch + 2 * TILE_BYTES
+    pointers = scratch + TILE_BYTES
     for item in range(begin, end):
         active = item // (runs * row_runs)
         run = item // row_runs % runs
@@ -161,10 +162,10 @@ def experts_up(
             continue
         expert = load_index(group + 4 * (_HEADER + active))
         blocks = (stop - first + MR - 1) // MR
-        # While a panel's rows are computed the next one is fetched: gate, up, gate, up …
+        # While a panel's rows are computed the next panel is fetched.
         step = min(panel_bytes // blocks // num_pairs, 64)
         for panel in range(run * panel_run, min(panels, (run + 1) * panel_run)):
-            gate_w = w + (expert * panels + panel) * 2 * panel_bytes
+            at = w + (expert * panels + panel) * panel_bytes
             low = first
             for block in range(blocks):
                 high = first + (stop - first) * (block + 1) // blocks
@@ -172,18 +173,11 @@ def experts_up(
                 for i in range(rows):
                     row = load_index(rows_at + 4 * (low + i))
                     store_i64(pointers + 8 * i, x + row * x_stride)
-                ahead = gate_w + 2 * panel_bytes + block * (panel_bytes // blocks)
-                multiply_gathered(
-                    rows, pointers, gate_w, num_pairs, scratch, PANEL * 4, ahead, step
-                )
-                multiply_gathered(
-                    rows, pointers, gate_w + panel_bytes, num_pairs, scratch + TILE_BYTES,
-                    PANEL * 4, ahead + panel_bytes, step,
-                )  # fmt: skip
+                ahead = at + panel_bytes + block * (panel_bytes // blocks)
+                multiply_gathered(rows, pointers, at, num_pairs, scratch, PANEL * 4, ahead, step)
                 _silu_mul(
-                    scratch, scratch + TILE_BYTES, rows,
-                    hidden + low * hidden_stride + panel * PANEL * 2, hidden_stride,
-                )  # fmt: skip
+                    scratch, rows, hidden + low * hidden_stride + panel * PANEL, hidden_stride
+                )
                 low = high
 
 

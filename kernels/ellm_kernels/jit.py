@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # the exception alone: numba's cache files are pickles
 from typing import Any
 
 import llvmlite
@@ -49,6 +50,21 @@ def kernel(function: Callable[..., Any]) -> Any:
 def intrinsic(function: Callable[..., Any]) -> Any:
     """A function whose body is LLVM code; kernels call it without its first parameter."""
     return numba.extending.intrinsic(function)
+
+
+def _add_noinline(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+    builder.function.attributes.add("noinline")
+    return context.get_dummy_value()
+
+
+@intrinsic
+def outlined(_context: Any) -> Any:
+    """Called in a kernel, keeps LLVM from copying that kernel into its callers.
+
+    For the large ones: the micro-kernels are called from a dozen places, and compiling a copy of
+    their unrolled bodies at each of them took most of the time.
+    """
+    return numba.types.void(), _add_noinline
 
 
 def entry(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -148,12 +164,18 @@ def compile_all() -> CompileReport:
     return CompileReport(hits, misses, rebuilt, time.perf_counter() - start, directory)
 
 
+# A truncated or half-written index or object file: numba raises whatever unpickling it hit.
+_UNREADABLE = (
+    EOFError, OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError,
+    ImportError, UnpicklingError,
+)  # fmt: skip
+
+
 def _load_or_compile(dispatcher: Any, signature: str, directory: Path) -> int:
     """Compiles one entry; returns 1 if a corrupt cache had to be cleared first."""
     try:
         dispatcher.compile(signature)
-    except (EOFError, OSError, ValueError, KeyError, IndexError, RuntimeError, AttributeError):
-        # A truncated or half-written index or object file; numba raises whatever unpickling hit.
+    except _UNREADABLE:
         for path in directory.glob("**/*.nb[ci]"):
             path.unlink(missing_ok=True)
         dispatcher.compile(signature)

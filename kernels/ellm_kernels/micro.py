@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ellm_kernels import isa
-from ellm_kernels.jit import kernel
+from ellm_kernels.jit import kernel, outlined
 from ellm_kernels.simd import (
     make_pointers_load,
     make_tile_zero,
@@ -33,6 +33,7 @@ def _make_micro(mr: int, nv: int) -> Any:
         a: int, a_stride: int, b: int, vec_stride: int, pair_stride: int, num_pairs: int,
         c: int, c_stride: int, ahead: int, ahead_step: int,
     ) -> None:  # fmt: skip
+        outlined()
         tile = tile_zero()
         for k in range(num_pairs):
             tile = tile_outer(tile, a + 4 * k, a_stride, b + k * pair_stride, vec_stride)
@@ -109,6 +110,7 @@ def _make_gather(mr: int, nv: int) -> Any:
     def gather(
         rows_at: int, b: int, num_pairs: int, c: int, c_stride: int, ahead: int, ahead_step: int
     ) -> None:
+        outlined()
         rows = pointers_load(rows_at)
         tile = tile_zero()
         for k in range(num_pairs):

@@ -14,27 +14,28 @@ from ellm_kernels.tiles import PAIR_BYTES, PANEL
 _RUN = 16
 
 
-@entry("void(int64, int64, int64, int64, int64, int64)")
+@entry("void(int64, int64, int64, int64, int64, int64, int64)")
 def pack_panels(
-    source: int, row_bytes: int, outputs: int, inputs: int, out: int, panel_stride: int
+    source: int, row_bytes: int, outputs: int, inputs: int, out: int, width: int, column: int
 ) -> None:
     """source bf16 [outputs, inputs] (`row_bytes` from row to row) → panels at `out`.
 
-    `panel_stride` bytes lie between the starts of two panels, so that gate and up projections can
-    be interleaved. Columns past `outputs` in the last panel become zero. `inputs` must be even.
+    Every panel takes `width` outputs, from its column `column` on: 64 and 0 for a whole matrix, 32
+    and 0 or 32 for gate and up, which share panels. Columns of the last panel that no output is
+    left for become zero. `inputs` must be even.
     """
     pairs = inputs // 2
-    for panel in range((outputs + PANEL - 1) // PANEL):
-        first = panel * PANEL
-        count = min(PANEL, outputs - first)
-        at = out + panel * panel_stride
+    for panel in range((outputs + width - 1) // width):
+        first = panel * width
+        count = min(width, outputs - first)
+        at = out + panel * pairs * PAIR_BYTES + 4 * column
         for k in range(0, pairs, _RUN):
             end = min(k + _RUN, pairs)
             for n in range(count):
                 row = source + (first + n) * row_bytes
                 for word in range(k, end):
                     store_i32(at + word * PAIR_BYTES + 4 * n, load_i32(row + 4 * word))
-            for n in range(count, PANEL):
+            for n in range(count, width):
                 for word in range(k, end):
                     store_i32(at + word * PAIR_BYTES + 4 * n, 0)
 

@@ -16,6 +16,8 @@ from ellm_kernels.jit import entry, kernel
 from ellm_kernels.simd import LANES, vadd, vexp2, vfma, vload, vsplat, vstore, vsub, vsum
 
 NUM_BUCKETS = 2048
+# Buffers for weights are this long or a multiple of it: they are written in whole vectors.
+WEIGHTS_MULTIPLE = LANES
 _BUCKETS_PER_OCTAVE = np.float32(16.0)
 _LAST_BUCKET = np.float32(NUM_BUCKETS - 1)
 # Sums run in float32 lanes over this many vectors, then go on in float64.
@@ -66,7 +68,7 @@ def argmax(row: Any) -> Any:
 
 @kernel
 def _weights(row: Any, peak: Any, scale: Any, weights: Any) -> Any:
-    """weights[i] = 2^((row[i] - peak)·scale); returns their sum. `weights` is padded to 16."""
+    """weights[i] = 2^((row[i] - peak)·scale); returns their sum. `weights` is padded."""
     source = np.intp(row.ctypes.data)
     target = np.intp(weights.ctypes.data)
     whole = row.size // LANES

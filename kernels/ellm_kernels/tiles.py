@@ -2,13 +2,14 @@
 
 A weight matrix `[N outputs, K inputs]` is packed in panels of 64 outputs,
 `[N/64][K/2][64][2]` bf16, the last one filled up with zero columns. Rows of float32 activations are
-as long as their padded width, so kernels store whole panels.
+as long as their padded width, so kernels store whole panels. A panel of the gate and up projections
+holds 32 columns of each.
 """
 
 from __future__ import annotations
 
 PANEL = 64
-CHUNK = 512
+HALF_PANEL = 32
 PAIR_BYTES = PANEL * 4
 
 
@@ -30,3 +31,13 @@ def panel_bytes(inputs: int) -> int:
 def packed_bytes(outputs: int, inputs: int) -> int:
     """Bytes of a packed bf16 matrix."""
     return num_panels(outputs) * panel_bytes(inputs)
+
+
+def num_up_panels(intermediate: int) -> int:
+    """Panels of a gate and up projection."""
+    return -(-intermediate // HALF_PANEL)
+
+
+def packed_up_bytes(intermediate: int, inputs: int) -> int:
+    """Bytes of packed gate and up projections."""
+    return num_up_panels(intermediate) * panel_bytes(inputs)

@@ -31,7 +31,7 @@ from tests.engine.doubles import (
     step_error,
 )
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
 def request(name: str, prompt: Sequence[int] = (5, 6, 7), **sampling: object) -> GenerateRequest:
@@ -185,7 +185,7 @@ def test_ends(
 ) -> None:
     """End ids are named, counted and not part of the output; `ignore_eos` spares stop ids only."""
     with Engine(scripted([9, 8, EOS, 7, 6]), eos_token_ids=[EOS]) as engine:
-        result = run(engine, request("r", **{"max_tokens": 5, **sampling}))
+        result = run(engine, request("r", (5, 6, 7), **{"max_tokens": 5, **sampling}))
     assert result.outcome[:3] == (tokens, finish, stop)
     num_stop = int(finish is FinishReason.STOP)
     assert result.last.usage.num_output_tokens == len(tokens) + num_stop
@@ -244,11 +244,13 @@ def test_aborted_output_is_reused() -> None:
         consumer = Consumer()
         engine.submit(request("first", range(2, 32)), consumer)
         assert gate.reached.wait(30)
+        assert engine.num_computed_tokens("first") == 30
         engine.abort("first")
         gate.open.set()
         consumer.wait()
         retry = run(engine, request("retry", range(2, 32)))
         assert retry.last.usage.num_cached_tokens == 29
+        assert engine.num_computed_tokens("first") is None
 
 
 def test_no_slot_leaks_over_many_aborts() -> None:
@@ -374,6 +376,28 @@ def test_a_fatal_error_releases_everybody(
     engine.close()
     assert executor.closed
     assert any(record.levelno >= logging.ERROR for record in caplog.records)
+
+
+def test_a_bug_in_the_bookkeeping_stops_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure that is not one row's own is never taken for one: everybody is told."""
+
+    class Broken(HashExecutor):
+        def release(self, slot: int) -> None:
+            super().release(slot)
+            if self.num_computed:
+                raise LookupError("bookkeeping")
+
+    gate = Gate("prefill")
+    executor = Broken(limits(num_slots=1), before=gate)
+    engine = Engine(executor, eos_token_ids=[EOS])
+    consumers = [Consumer() for _ in range(3)]
+    for number, consumer in enumerate(consumers):
+        engine.submit(request(f"r{number}", [10 * number + 2, 3]), consumer)
+    gate.open.set()
+    finishes = [consumer.wait().last.finish_reason for consumer in consumers]
+    assert finishes == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.ERROR]
+    engine.close()
+    assert "bookkeeping" in caplog.text
 
 
 # --- streams, threads, numbers -------------------------------------------------------------------

@@ -13,6 +13,8 @@ from ellm_serve.engine.executor import ExecutorLimits, Span
 from ellm_serve.request import FinishReason, GenerateRequest, SamplingParams
 from tests.engine.doubles import EOS, Consumer, HashExecutor, alone, limits, run
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 
 def random_limits(rng: random.Random) -> ExecutorLimits:
     """Any shape an executor may have."""
@@ -111,7 +113,6 @@ class Arrivals:
         last = run(engine, GenerateRequest("last", (1, 2, 3), SamplingParams(max_tokens=3)))
         assert last.last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert engine.stopped is None
-        self.stats = engine.stats()
         assert not any(session.busy for session in engine.stats().sessions)
 
 
@@ -119,12 +120,14 @@ def check(arrivals: Arrivals, requests: list[GenerateRequest], bounds: ExecutorL
     for request in requests:
         consumer = arrivals.consumers[request.request_id]
         expected = alone(request, bounds)
-        if consumer.last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if consumer.last.finish_reason is FinishReason.ABORT:
+            assert request.request_id in arrivals.aborted
             got = consumer.token_ids
             assert got == expected.token_ids[: len(got)]
             continue
         assert consumer.outcome == expected.outcome
         assert consumer.deltas[0].prompt_logprobs == expected.deltas[0].prompt_logprobs
+        assert all(delta.prompt_logprobs == () for delta in consumer.deltas[1:])
         assert consumer.last.usage.num_prompt_tokens == len(request.prompt_token_ids)
 
 
@@ -142,16 +145,12 @@ def test_any_mix_equals_each_request_alone(seed: int) -> None:
     threshold = rng.choice([1, 4, 64])
     with Engine(executor, eos_token_ids=[EOS], fork_threshold=threshold) as engine:
         arrivals.run_all(engine)
-    for name, consumer in arrivals.consumers.items():
-        if name not in arrivals.aborted:
-            assert consumer.last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     check(arrivals, requests, bounds)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_scarce_memory_changes_nothing_but_who_waits(seed: int) -> None:
-    """With memory for little more than one sequence, rows wait, start again or end with an error:
-    what they emitted is right, and everybody gets an answer."""
+    """With memory for little more than one sequence, rows wait or start again; all complete."""
     rng = random.Random(1000 + seed)
     bounds = random_limits(rng)
     requests = random_requests(rng, bounds)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.executor import ExecutorLimits, Span
 from ellm_serve.request import FinishReason, GenerateRequest, SamplingParams
 from tests.engine.doubles import EOS, Consumer, HashExecutor, alone, limits
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int | None = 3) -> GenerateRequest:
@@ -109,19 +113,19 @@ def test_rows_take_turns_when_they_are_too_many() -> None:
 
 def test_equal_prompts_are_computed_once() -> None:
     """Copies of a prompt wait for the first one's block and take its rows over."""
-    prompt = list(range(10))
+    prompt = list(range(6))
     script = Script(limits(num_slots=4))
     script.at[0] = [request("one", prompt), request("two", prompt), request("three", prompt)]
     script.run(request("first", [40, 41]))
-    assert script.blocks() == [[2], [10], [1, 1]]
-    assert script.consumers["three"].last.usage.num_cached_tokens == 9
+    assert script.blocks() == [[2], [6], [1, 1]]
+    assert script.consumers["three"].last.usage.num_cached_tokens == 5
     assert len({tuple(script.consumers[name].token_ids) for name in ("one", "two", "three")}) == 1
 
 
 def test_aborted_part_of_a_shared_block_is_not_reused() -> None:
     """The block goes on for the others; the aborted prompt's rows count as never computed."""
     script = Script(limits(), segments=(1, 4, 1))
-    script.at[0] = [request("gone", [20] * 6), request("stays", [21] * 6, max_tokens=1)]
+    script.at[0] = [request("gone", [20] * 7), request("stays", [21] * 6, max_tokens=1)]
 
     def abort(kind: str, spans: Sequence[Span]) -> None:
         script(kind, spans)
@@ -167,5 +171,7 @@ def test_prompt_waits_for_memory_that_running_rows_hold() -> None:
     script.run(request("runs", [40] * 4, max_tokens=10))
     assert script.consumers["waits"].last.finish_reason is FinishReason.LENGTH
     assert script.consumers["waits"].last.usage.num_cached_tokens == 0
+    # Not tried again at each of the other row's tokens.
+    assert script.engine.stats().num_requeued == 1
     expected = alone(request("waits", list(range(32)), max_tokens=2), limits())
     assert script.consumers["waits"].token_ids == expected.token_ids

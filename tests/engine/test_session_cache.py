@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from ellm_serve.engine.executor import LogitRows, Span
@@ -20,7 +22,7 @@ class Driver:
 
     def start(self, tokens: list[int], key: str | None = None, principal: str = "") -> Lease:
         """Leases and computes; leaves the lease running."""
-        lease = self.cache.lease(key, principal, tokens)
+        lease = self.cache.lease(key, principal, array("i", tokens))
         assert lease is not None
         assert self.cache.reserve(lease, len(tokens))
         new = tuple(tokens[lease.num_cached_tokens :])
@@ -43,8 +45,8 @@ class Driver:
 @pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 5000])
 def test_common_prefix(length: int) -> None:
     """Right at every border of the blocks it compares in, and within the limit."""
-    a = list(range(length)) + [7, 1, 2]
-    b = list(range(length)) + [8, 1, 2]
+    a = array("i", [*range(length), 7, 1, 2])
+    b = array("i", [*range(length), 8, 1, 2])
     assert common_prefix(a, b, length + 3) == length
     assert common_prefix(a, a, length + 3) == length + 3
     assert common_prefix(a, b, length // 2) == length // 2
@@ -112,7 +114,7 @@ def test_nothing_is_shared_between_principals() -> None:
     driver = Driver()
     driver.turn(list(range(20)), "s", "alice")
     assert driver.turn(list(range(20)), "s", "bob").num_cached_tokens == 0
-    assert driver.cache.match("s", "carol", list(range(20))) == 0
+    assert driver.cache.match("s", "carol", array("i", range(20))) == 0
     assert driver.turn(list(range(20)), None, "alice").num_cached_tokens == 19
 
 
@@ -121,10 +123,10 @@ def test_no_slot_while_all_run() -> None:
     driver = Driver(num_slots=2)
     one = driver.start([1, 2, 3])
     driver.start([4, 5, 6])
-    assert driver.cache.lease(None, "", [7, 8]) is None
+    assert driver.cache.lease(None, "", array("i", [7, 8])) is None
     assert driver.cache.num_idle == 0
     driver.cache.commit(one)
-    assert driver.cache.lease(None, "", [7, 8]) is not None
+    assert driver.cache.lease(None, "", array("i", [7, 8])) is not None
 
 
 def test_eviction_takes_the_cheapest() -> None:
@@ -157,6 +159,16 @@ def test_reassigned_slot_has_a_new_generation() -> None:
         driver.cache.commit(new)
 
 
+def test_slot_taken_over_with_its_history_has_a_new_generation() -> None:
+    """A client whose key changes with each turn keeps its rows, under the new owner."""
+    driver = Driver()
+    first = driver.turn(list(range(10)), "turn-1")
+    second = driver.turn(list(range(12)), "turn-2")
+    assert (second.slot, second.num_cached_tokens) == (first.slot, 10)
+    assert second.generation > first.generation
+    assert driver.held() == {first.slot: ("turn-2", 12)}
+
+
 def test_memory_comes_from_idle_sessions_first() -> None:
     """Running out evicts the cheapest idle session; with none left `reserve` says no."""
     driver = Driver(num_slots=3, capacity=30)
@@ -173,7 +185,7 @@ def test_fork_never_evicts_its_source() -> None:
     """Without memory for a copy the prompt is computed from its start, the source stays."""
     driver = Driver(num_slots=3, capacity=30)
     source = driver.turn([*range(20), 40, 41], "a")
-    lease = driver.cache.lease("b", "", [*range(20), 42])
+    lease = driver.cache.lease("b", "", array("i", [*range(20), 42]))
     assert lease is not None
     assert lease.num_cached_tokens == 0 and driver.cache.num_forks == 0
     assert driver.held()[source.slot] == ("a", 22)
@@ -182,7 +194,7 @@ def test_fork_never_evicts_its_source() -> None:
 def test_lease_that_computed_nothing_leaves_nothing() -> None:
     """A request aborted before its first block gives the slot and its memory back."""
     driver = Driver()
-    lease = driver.cache.lease("s", "", [1, 2, 3])
+    lease = driver.cache.lease("s", "", array("i", [1, 2, 3]))
     assert lease is not None and driver.cache.reserve(lease, 3)
     driver.cache.commit(lease)
     assert driver.held() == {} and driver.executor.committed == [0, 0, 0]

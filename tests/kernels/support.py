@@ -127,14 +127,14 @@ class QkvCase:
             address(self.k_weight),
             address(self.cos),
             address(self.sin),
-            np.float32(self.eps),
-            np.float32(self.q_scale),
+            np.float32(self.eps),  # type: ignore[arg-type]
+            np.float32(self.q_scale),  # type: ignore[arg-type]
         )
 
     @property
     def row_stride(self) -> int:
         """Bytes from row to row of qkv."""
-        return self.qkv.shape[1] * 4
+        return int(self.qkv.shape[1]) * 4
 
 
 @dataclass

@@ -180,6 +180,13 @@ def test_decode_is_bit_equal_to_prefill(
         done = position + 1
 
 
+def test_decode_of_every_position_is_bit_equal(prefilled: tuple[Sequences, np.ndarray]) -> None:
+    """Another order of sums shows in few of a million bf16 results: so all positions at once."""
+    sequences, whole = prefilled
+    rows = [(0, position) for position in range(LENGTH)]
+    assert (sequences.decode(rows, num_threads=3, kv_written=1) == whole).all()
+
+
 @pytest.mark.parametrize("num_threads", [1, 4, 33])
 def test_decode_rows_are_independent(num_threads: int) -> None:
     """Slots of very different lengths in one step give the bits each gives alone."""

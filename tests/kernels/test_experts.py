@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ellm_kernels.experts import (
-    UP_SCRATCH_BYTES,
+    SCRATCH_BYTES,
     experts_down,
     experts_up,
     group_all,
@@ -18,9 +18,10 @@ from ellm_kernels.experts import (
     group_experts,
     num_active,
 )
+from ellm_kernels.tiles import num_up_panels
 from tests.kernels.support import TOL, address, from_bf16, scratch, to_bf16
 from tests.naive import experts as naive
-from tests.naive.gemm import Bits, multiply_bound, pack_panels
+from tests.naive.gemm import Bits, multiply_bound, pack_gate_up, pack_panels
 
 HEADER = 16
 F32 = NDArray[np.float32]
@@ -127,8 +128,8 @@ class Mlp:
 
         gate, up = draw(intermediate, hidden), draw(intermediate, hidden)
         down = draw(hidden, intermediate)
-        pairs = [np.stack([pack_panels(g), pack_panels(u)], 1) for g, u in zip(gate, up, strict=True)]
-        return cls(gate, up, down, np.stack(pairs), np.stack([pack_panels(d) for d in down]))
+        packed_up = np.stack([pack_gate_up(g, u) for g, u in zip(gate, up, strict=True)])
+        return cls(gate, up, down, packed_up, np.stack([pack_panels(d) for d in down]))
 
 
 HIDDEN = 128
@@ -153,12 +154,12 @@ class Run:
         else:
             self.group.fill(*routing(rows, top_k, num_experts))
         self.groups = self.group.read()
-        self.panels = -(-intermediate // 64)
-        self.scratch = scratch(UP_SCRATCH_BYTES)
+        self.panels = num_up_panels(intermediate)
+        self.scratch = scratch(SCRATCH_BYTES)
 
     def up(self, panel_run: int = 1, row_run: int = 1 << 20, reverse: bool = False) -> Bits:
-        """Activated rows [assignment][padded intermediate], computed item by item."""
-        width = self.panels * 64
+        """Activated rows [assignment][whole panels], computed item by item."""
+        width = self.panels * 32
         out = np.full((self.total, width), 0x7FC1, np.uint16)
         runs, row_runs = -(-self.panels // panel_run), -(-self.rows // row_run)
         items = range(len(self.groups) * runs * row_runs)

@@ -7,7 +7,7 @@ import pytest
 
 from ellm_kernels.embedding import embed_rows
 from ellm_kernels.pack import embed_packed_rows, pack_panels
-from ellm_kernels.tiles import packed_bytes, panel_bytes
+from ellm_kernels.tiles import HALF_PANEL, PANEL, packed_bytes, packed_up_bytes
 from tests.kernels.support import address
 from tests.naive import gemm as naive
 
@@ -28,7 +28,7 @@ def test_pack_panels_matches_naive(outputs: int, inputs: int) -> None:
     source = matrix(outputs, inputs)
     size = packed_bytes(outputs, inputs) // 2
     out = np.full(size + 64, UNTOUCHED, np.uint16)
-    pack_panels(address(source), 2 * inputs, outputs, inputs, address(out), panel_bytes(inputs))
+    pack_panels(address(source), 2 * inputs, outputs, inputs, address(out), PANEL, 0)
     assert np.array_equal(out[:size], naive.pack_panels(source).reshape(-1))
     assert (out[size:] == UNTOUCHED).all()
 
@@ -37,22 +37,26 @@ def test_rows_may_lie_apart() -> None:
     """`row_bytes` is the distance of two rows, whatever part of them is packed."""
     wide = matrix(70, 48)
     out = np.zeros(packed_bytes(70, 20) // 2, np.uint16)
-    pack_panels(address(wide), 2 * 48, 70, 20, address(out), panel_bytes(20))
+    pack_panels(address(wide), 2 * 48, 70, 20, address(out), PANEL, 0)
     assert np.array_equal(out, naive.pack_panels(wide[:, :20]).reshape(-1))
 
 
-@pytest.mark.parametrize("outputs", [64, 70, 128])
-def test_gate_and_up_interleave(outputs: int) -> None:
-    """Two matrices packed with a doubled stride alternate panel by panel."""
-    inputs = 10
+@pytest.mark.parametrize("outputs", [2, 31, 32, 33, 64, 70, 128])
+def test_gate_and_up_share_panels(outputs: int) -> None:
+    """32 columns of each; packing one leaves the other's columns alone, tails become zero."""
+    inputs = 38
     gate, up = matrix(outputs, inputs, 1), matrix(outputs, inputs, 2)
-    step = panel_bytes(inputs)
-    panels = -(-outputs // 64)
-    out = np.full((panels, 2, step // 2), UNTOUCHED, np.uint16)
-    pack_panels(address(gate), 2 * inputs, outputs, inputs, address(out), 2 * step)
-    pack_panels(address(up), 2 * inputs, outputs, inputs, address(out) + step, 2 * step)
-    assert np.array_equal(out[:, 0], naive.pack_panels(gate).reshape(panels, -1))
-    assert np.array_equal(out[:, 1], naive.pack_panels(up).reshape(panels, -1))
+    size = packed_up_bytes(outputs, inputs) // 2
+    out = np.full(size + 64, UNTOUCHED, np.uint16)
+    for source, column in ((gate, 0), (up, HALF_PANEL)):
+        pack_panels(
+            address(source), 2 * inputs, outputs, inputs, address(out), HALF_PANEL, column
+        )
+        if column == 0:
+            columns = out[:size].reshape(-1, inputs // 2, 64, 2)
+            assert (columns[:, :, HALF_PANEL:] == UNTOUCHED).all()
+    assert np.array_equal(out[:size], naive.pack_gate_up(gate, up).reshape(-1))
+    assert (out[size:] == UNTOUCHED).all()
 
 
 @pytest.mark.parametrize("vocab", [64, 100, 257])

@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 from ellm_kernels import sampling
 from tests.naive import sampling as naive
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 Row = NDArray[np.float32]
 INF = np.inf
+MULTIPLE = sampling.WEIGHTS_MULTIPLE
 
 
 def rng(*seed: int) -> np.random.Generator:
@@ -53,7 +56,7 @@ class Scratch:
     """The buffers the kernels ask for."""
 
     def __init__(self, size: int) -> None:
-        self.weights = np.full(-(-size // 16) * 16, np.nan, np.float32)
+        self.weights = np.full(-(-size // MULTIPLE) * MULTIPLE, np.nan, np.float32)
         self.ids = np.full(size, -1, np.int32)
         self.border = np.full(size, -1, np.int32)
         self.histogram = np.full(sampling.NUM_BUCKETS, np.nan)

@@ -30,10 +30,14 @@ def pack_panels(matrix: Bits) -> Bits:
     )  # [panel, pair, output, 2]
 
 
-def unpack_panels(panels: Bits, outputs: int) -> Bits:
-    """The inverse of `pack_panels`."""
-    count, pairs = panels.shape[:2]
-    return panels.transpose(0, 2, 1, 3).reshape(count * 64, 2 * pairs)[:outputs]
+def pack_gate_up(gate: Bits, up: Bits) -> Bits:
+    """Two matrices [outputs, inputs] → panels of 32 rows of each, [panel][pair][32 + 32][2]"""
+    outputs, inputs = gate.shape
+    panels = -(-outputs // 32)
+    both = np.zeros((2, panels * 32, inputs), np.uint16)
+    both[:, :outputs] = gate, up
+    rows = both.reshape(2, panels, 32, inputs).transpose(1, 0, 2, 3)  # [panel, which, row, input]
+    return pack_panels(rows.reshape(panels * 64, inputs))
 
 
 def multiply_panel(x: Bits, matrix: Bits) -> F64:

@@ -15,7 +15,8 @@ Float = NDArray[np.floating]
 def rms_norm_rows(x: Float, weight: Float, eps: float) -> Float:
     """RMSNorm over the last axis."""
     x = x.astype(np.float64)
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    result: Float = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return result
 
 
 def embed_rows(table: Float, token_ids: NDArray[np.int32]) -> Float:

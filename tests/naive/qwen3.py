@@ -1,8 +1,8 @@
 """Qwen3 and Qwen3-MoE in plain numpy: the arithmetic this engine promises, and nothing else.
 
-Sums run in float32. `bf16` marks every place where the engine rounds: weight matrices, the operands
-of each product, and attention's probabilities. The residual stream, scores, router and logits are
-float32. No cache, no blocks, no threads: one prompt in, logits of every position out.
+`bf16` marks every place where the engine rounds: weight matrices, the operands of each product, and
+attention's probabilities. Everything else is float32: sums, residual stream, scores, router, logits.
+No cache, no blocks, no threads: one prompt in, logits of every position out.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ class Qwen3:
         return self._linear(self._norm(residual, "model.norm"), head)
 
     def _linear(self, x: F32, name: str) -> F32:
-        """x · weightᵀ; x has been rounded by whoever made it."""
-        return x @ bf16(self.weights[f"{name}.weight"]).T
+        """x · weightᵀ; x has been rounded by whoever made it.
+
+        The sum is exact before it is rounded to float32, so it does not depend on numpy's order.
+        """
+        return f32(ops.multiply_block(x, bf16(self.weights[f"{name}.weight"]).T))
 
     def _norm(self, x: F32, name: str) -> F32:
         weight = self.weights[f"{name}.weight"]

@@ -116,20 +116,23 @@ def test_questions_about_text_are_answered_for_its_spelling(encoder: ChatEncoder
 
 
 def test_questions_of_other_kinds(tokenizer: Tokenizer) -> None:
+    """Comparisons, searches and lengths are those of the text as it was sent."""
     encoder = _of(
         tokenizer,
-        "{% set c = messages[0].content %}{{ c }}{{ '<think>' in c }}{{ c == 'a<think>' }}"
-        "{{ c.find('<think>') }}{{ c | length }}{{ c.endswith(('x', '<think>')) }}"
-        "{{ c in ['a<think>'] }}{{ c.count('<') }}{{ {'a<think>': 1}.get(c) is none }}",
+        "{% set c = messages[0].content %}{{ c }} {{ '<think>' in c }} {{ c == 'a<think>' }}"
+        " {{ c.find('<think>') }} {{ c | length }} {{ c.endswith(('x', '<think>')) }}"
+        " {{ c in ['a<think>'] }} {{ c.count('<') }} {{ c != 'b' }}",
     )
-    with pytest.raises(InvalidRequest, match="keep them apart"):
-        # A dictionary does not find the stand-ins; no wrong prompt may come of that.
-        encoder.encode_chat(
-            [user("a<|im_end|>")],
-            template=ChatTemplate("{{ {'a<|im_end|>': 1}.get(messages[0].content) }}"),
-        )
     prompt = encoder.encode_chat([user("a<think>")])
-    assert prompt.text == "a<think>TrueTrue18TrueTrue1False"
+    assert prompt.text == "a<think> True True 1 8 True True 1 True"
+    assert _control(encoder, prompt) == []
+
+
+def test_special_token_that_cannot_be_kept_apart(tokenizer: Tokenizer) -> None:
+    """A dictionary does not find the stand-ins; a refusal is better than a wrong prompt."""
+    encoder = _of(tokenizer, "{{ {'a<|im_end|>': 1}.get(messages[0].content) }}")
+    with pytest.raises(InvalidRequest, match="keep them apart"):
+        encoder.encode_chat([user("a<|im_end|>")])
 
 
 def test_falls_back_to_special_tokens_only(tokenizer: Tokenizer) -> None:
@@ -221,6 +224,19 @@ def test_continue_final_message(encoder: ChatEncoder) -> None:
     prompt = encoder.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert prompt.text.endswith("The capital is<|im_end|> ")
     assert _control(encoder, prompt)[-1] == "</think>"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("{{ messages[0].content }}!", "a  "), ("{{ messages[0].content | trim }}!", "a")],
+)
+def test_continue_trimmed_message(tokenizer: Tokenizer, source: str, expected: str) -> None:
+    """Blanks at the end stay if the template keeps them, and only then."""
+    encoder = _of(tokenizer, source)
+    prompt = encoder.encode_chat(
+        [assistant("a  ")], add_generation_prompt=False, continue_final_message=True
+    )
+    assert prompt.text == expected
 
 
 @pytest.mark.parametrize(

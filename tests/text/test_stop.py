@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,16 @@ def test_any_split_is_a_search(
     filter = StopStrings(strings, include_in_output=include)
     shown = "".join(filter.push(piece) for piece in _split(text, cuts)) + filter.flush()
     assert (shown, filter.matched) == _search(text, strings, include)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_strings_that_repeat_themselves(length: int) -> None:
+    """After "aa" of "aab" a third "a" is no way back to the start."""
+    for string in map("".join, product("ab", repeat=length)):
+        for text in map("".join, product("ab", repeat=8)):
+            filter = StopStrings([string])
+            shown = "".join(map(filter.push, text)) + filter.flush()
+            assert (shown, filter.matched) == _search(text, [string], include=False)
 
 
 @given(letters, stops)

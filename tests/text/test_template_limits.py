@@ -33,6 +33,8 @@ BOMBS = {
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "loop call": "{% for i in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
     "range": "{{ range(10 ** 9) | list }}",
+    "statements": "{% for i in [1] * 10 ** 6 %}" + "{% set x = i %}" * 30 + "{% endfor %}",
+    "conditions": "{% for i in [1] * 10 ** 6 if i > 1 and i > 2 or i > 3 %}{% endfor %}",
     # Growth
     "power": "{{ 10 ** (10 ** 10) }}",
     "squares": _growing("3", "n.v * n.v"),

@@ -1,0 +1,70 @@
+"""`ellm-serve VERB …`: finds the verb, runs it, and turns start-up mistakes into one line.
+
+A verb's module imports what it computes with inside `run`, so that `--help` stays instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ellm_serve.cli import chat, doctor, generate, plan, warmup
+from ellm_serve.cli.verb import Verb
+from ellm_serve.errors import ConfigError, StartupError
+from ellm_serve.version import __version__
+
+_INTERRUPTED = 130  # as shells report SIGINT
+_BROKEN_PIPE = 141  # as shells report SIGPIPE
+
+
+# In the order of the help text.
+VERBS: dict[str, Verb] = {
+    "generate": generate,
+    "chat": chat,
+    "plan": plan,
+    "doctor": doctor,
+    "warmup": warmup,
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; `args.verb` names the chosen one."""
+    parser = argparse.ArgumentParser(
+        prog="ellm-serve", description="Serves Qwen3-family language models from CPU servers."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    for verb in VERBS.values():
+        verb.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        _check_isa()
+        code = VERBS[args.verb].run(args)
+        sys.stdout.flush()
+        return code
+    except StartupError as error:
+        print(f"ellm-serve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has left; the interpreter's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _check_isa() -> None:
+    """Every verb uses the kernels, and they can be imported only for a variant that runs here."""
+    from ellm_kernels import isa
+
+    try:
+        isa.active()
+    except isa.UnsupportedIsa as error:
+        raise ConfigError(str(error)) from None
