@@ -18,7 +18,7 @@ import re
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +34,13 @@ HELDOUT_SHARE = 20  # one file in twenty
 HELDOUT_BYTES = 40_000
 COMPILED: tuple[ModuleType | type, ...] = (builtins, math, itertools, functools, time)
 COMPILED += (str, list, dict, set, tuple, bytes, int, float)
+# What people ask about first; asked about this often in each epoch.
+FAMILIAR = frozenset(
+    ("bisect", "builtins", "collections", "contextlib", "copy", "dataclasses", "dict", "fnmatch")
+    + ("functools", "glob", "heapq", "itertools", "json", "list", "math", "os", "posixpath")
+    + ("pprint", "random", "str", "string", "textwrap", "asyncio", "logging", "argparse")
+)
+FAMILIAR_REPEATS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,18 @@ def compiled_definitions() -> list[Definition]:
     return found
 
 
+def _familiar(known: list[Definition]) -> list[Definition]:
+    """Functions and modules of `FAMILIAR`, not what is deep inside of them."""
+    found = []
+    for definition in known:
+        module, _, rest = definition.name.partition(".")
+        is_builtin = not rest and definition.kind != "module"
+        if ("builtins" if is_builtin else module) in FAMILIAR and rest.count(".") == 0:
+            name = definition.name.replace("posixpath", "os.path")
+            found.append(replace(definition, name=name))
+    return found
+
+
 class Corpus:
     """Everything that may be trained on, epoch by epoch."""
 
@@ -138,11 +157,14 @@ class Corpus:
         self.training = [source for source in sources if not source.is_heldout]
         self.known = [d for source in self.training for d in definitions(source)]
         self.known += compiled_definitions()
+        self.familiar = _familiar(self.known)
         self.render = load_render(template)
 
     def documents(self, epoch: int) -> list[str]:
         """Files and, between them, dialogues in handfuls, all in shuffled order."""
         texts = dialogues(self.known, epoch, self.render)
+        for repeat in range(FAMILIAR_REPEATS):
+            texts += dialogues(self.familiar, 1000 * (epoch + 1) + repeat, self.render)
         random.Random(f"handfuls {epoch}").shuffle(texts)
         handfuls = [SEPARATOR.join(texts[i : i + 8]) for i in range(0, len(texts), 8)]
         mixed = [source.text for source in self.training] + handfuls

@@ -386,7 +386,10 @@ def main() -> None:
     dims = Dims()
     sources = read_sources()
     text = Corpus(sources, TEMPLATE)
-    tokenizer = train_tokenizer(text.documents(0), dims.vocab_size)
+    if arguments.resume:
+        tokenizer = Tokenizer.from_file(str(arguments.resume.parent / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(text.documents(0), dims.vocab_size)
     sample = heldout_sample(sources)
     write_static_files(dims, tokenizer, sample, out)
     heldout = tokenizer.encode(sample).ids

@@ -9,12 +9,15 @@ The same engine as the service runs, without Ray and HTTP.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from ellm_serve.cluster.launch import launch_engine
+from ellm_serve.cluster.startup import plan_start
 from ellm_serve.config import EngineConfig
 from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.stream import TokenStream
@@ -28,7 +31,6 @@ from ellm_serve.request import (
     TokenLogprobs,
     Usage,
 )
-from ellm_serve.startup import start_engine
 from ellm_serve.text.chat_encoder import ChatEncoder
 from ellm_serve.text.chat_template import ChatTemplate
 from ellm_serve.text.detokenizer import IncrementalDetokenizer
@@ -91,16 +93,17 @@ class LLM:
     def __init__(
         self, model: str = "builtin", *, progress: bool = False, **options: object
     ) -> None:
-        config = EngineConfig.from_options(model=model, **options)
-        started = start_engine(config, progress)
-        self.config = started.config
-        self.model_dir = started.model_dir
-        self.engine: Engine = started.engine
+        start = plan_start(EngineConfig.from_options(model=model, **options))
+        self.config = start.config
+        self.model_dir = start.model_dir
+        self.plan = start.plan
         self.tokenizer = Tokenizer.from_dir(self.model_dir)
         self.defaults = GenerationDefaults.from_dir(self.model_dir)
         template = ChatTemplate.from_dir(self.model_dir)
         self._encoder = ChatEncoder(self.tokenizer, template) if template else None
         self._ids = itertools.count()
+        # Last, so that a broken tokenizer does not leave an engine behind.
+        self.engine: Engine = launch_engine(start, progress)
 
     def sampling(self, **fields: object) -> SamplingParams:
         """Sampling parameters: the given fields, then the model's own defaults, then neutral."""
@@ -112,7 +115,11 @@ class LLM:
             "min_p": defaults.min_p,
             "repetition_penalty": defaults.repetition_penalty,
         } | fields
-        return SamplingParams(**{k: v for k, v in given.items() if v is not None or k in fields})  # type: ignore[arg-type]
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        for name in given.keys() - known:
+            raise InvalidRequest(f"unknown sampling parameter {name!r}", name)
+        chosen = {k: v for k, v in given.items() if v is not None or k in fields}
+        return SamplingParams(**chosen)  # type: ignore[arg-type]
 
     # --- text ----------------------------------------------------------------------------------
 
@@ -143,7 +150,11 @@ class LLM:
         session: str | None = None,
     ) -> Iterator[TextDelta]:
         """Continues a prompt piece by piece; closing the iterator ends the generation."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            # A raw prompt is the caller's own: control tokens in it count.
+            ids = self.tokenizer.encode(prompt, allow_special=True)
+        else:
+            ids = list(prompt)
         return self._submit(ids, sampling or self.sampling(), stop, session)
 
     def chat(
@@ -175,7 +186,9 @@ class LLM:
         if self._encoder is None:
             raise ModelError(f"{self.model_dir} has no chat template; use generate instead")
         prompt = self._encoder.encode_chat(messages, tools=tools, variables=template_variables)
-        sampling = sampling or replace(self.sampling(), max_tokens=self.defaults.max_new_tokens)
+        sampling = sampling or dataclasses.replace(
+            self.sampling(), max_tokens=self.defaults.max_new_tokens
+        )
         return self._submit(prompt.token_ids, sampling, stop, session)
 
     # --- engine --------------------------------------------------------------------------------
@@ -241,6 +254,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if not items:
         raise InvalidRequest("at least one prompt is needed", "prompt")
-    if all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[arg-type]
+    ids = [item for item in items if isinstance(item, int)]
+    if len(ids) == len(items):
+        return [ids]
+    if ids:
+        raise InvalidRequest("prompts are strings or lists of token ids, not a mix", "prompt")
+    return [item for item in items if not isinstance(item, int)]

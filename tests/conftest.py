@@ -28,9 +28,7 @@ def compiled_kernels() -> None:
 
 
 @pytest.fixture(scope="session")
-def make_model(
-    tmp_path_factory: pytest.TempPathFactory, compiled_kernels: None
-) -> MakeModel:
+def make_model(tmp_path_factory: pytest.TempPathFactory, compiled_kernels: None) -> MakeModel:
     """Arguments of `write_model` → the loaded model; equal arguments give the same one."""
     models: dict[str, Model] = {}
 

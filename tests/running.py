@@ -94,7 +94,7 @@ def run_block(executor: Executor, spans: Sequence[Span], budget_s: float = 0.0) 
 def decode(executor: Executor, ids: Ids, *, slot: int = 0, start: int = 0) -> Logits:
     """Logits of every position, computed one token at a time."""
     executor.commit(slot, start + len(ids))
-    return np.concatenate([row for row in decode_steps(executor, ids, slot, start)])
+    return np.concatenate(list(decode_steps(executor, ids, slot, start)))
 
 
 def decode_steps(executor: Executor, ids: Ids, slot: int, start: int = 0) -> Iterator[Logits]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ellm_serve.cli.options import add_engine_flags, add_sampling_flags, engine_options, sampling
+from ellm_serve.cli.verb import Subparsers
 from ellm_serve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _SESSION = "chat"
 _HELP = "commands: /reset starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declares the verb."""
     parser = subparsers.add_parser("chat", help="talk to a model in the terminal")
     add_engine_flags(parser)
@@ -52,7 +53,9 @@ class _Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm = llm
         self._params = params
-        self._system = [{"role": "system", "content": system}] if system else []
+        self._system: list[dict[str, object]] = []
+        if system:
+            self._system.append({"role": "system", "content": system})
         self.reset()
 
     def reset(self) -> None:
@@ -66,9 +69,9 @@ class _Conversation:
         first_s = 0.0
         answer = ""
         last: TextDelta | None = None
-        stream = self._llm.chat_stream(self._messages, self._params, session=_SESSION)
-        with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):  # type: ignore[type-var]
-            for last in stream:
+        # Ctrl-C drops the iterator, and with it the generation.
+        with contextlib.suppress(KeyboardInterrupt):
+            for last in self._llm.chat_stream(self._messages, self._params, session=_SESSION):
                 first_s = first_s or time.perf_counter() - start
                 answer += last.text
                 print(last.text, end="", flush=True)

@@ -7,9 +7,10 @@ import sys
 import time
 
 from ellm_serve.cli.options import add_engine_flags, add_sampling_flags, engine_options, sampling
+from ellm_serve.cli.verb import Subparsers
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Declares the verb."""
     parser = subparsers.add_parser("generate", help="continue a prompt")
     add_engine_flags(parser)

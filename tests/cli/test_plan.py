@@ -84,7 +84,7 @@ def test_memory_that_does_not_suffice(model: Path, capsys: pytest.CaptureFixture
     [
         (["--sequence-length", "0"], "sequence_length: input should be greater"),
         (["--sequence-length", "2000"], "exceeds the model's 1024 positions"),
-        (["--kv-budget", "1kB"], "less than one slot of 1024 tokens"),
+        (["--kv-budget", "1kB"], "less than one slot of 512 tokens"),
     ],
 )
 def test_mistakes(

@@ -47,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 LENGTH = 131
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys(), scope="module")
+@pytest.fixture(params=list(SHAPES.values()), ids=list(SHAPES), scope="module")
 def model(request: pytest.FixtureRequest, make_model: Callable[..., Model]) -> Model:
     return make_model(**request.param)
 
@@ -85,8 +85,9 @@ def test_two_turns(model: Model, expected: Logits, make_executor: MakeExecutor, 
     assert_same(expected, np.concatenate([first, second]))
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 256])
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("block", "threads"), [(1, 2), (1, 3), (7, 1), (7, 3), (64, 2), (64, 3), (256, 2), (256, 3)]
+)
 def test_block_size(
     model: Model, expected: Logits, make_executor: MakeExecutor, block: int, threads: int
 ) -> None:

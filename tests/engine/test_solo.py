@@ -83,7 +83,7 @@ def test_limits(tiny_dense: Model, make_executor: MakeExecutor) -> None:
 
 
 def test_close_ends_every_thread(tiny_moe: Model) -> None:
-    """Threads are named, stay off the caller's affinity, and are gone after `close`, used or not."""
+    """Threads are named, pin themselves alone, and are gone after `close`, used or not."""
     assert not compute_threads()
     affinity = os.sched_getaffinity(0)
     used, idle = tiny_moe.executor(3), tiny_moe.executor(2)
@@ -190,7 +190,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_refusals_name_the_numbers(
     tmp_path: Path, arguments: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    """A model the kernels cannot run is refused before memory is taken, and the message says why."""
+    """A model the kernels cannot run is refused before memory is taken; the message says why."""
     with pytest.raises(ModelError) as caught:
         write_model(tmp_path, **{"moe": False, **arguments})
         WeightLayout.from_config(ModelConfig.from_dir(tmp_path))

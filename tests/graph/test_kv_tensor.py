@@ -98,19 +98,6 @@ def test_a_refused_commit_takes_nothing() -> None:
     kv.commit(1, CHUNK)
 
 
-def test_memory_the_machine_does_not_have() -> None:
-    """The kernel's refusal is the same error as the budget's, not a signal."""
-    kv = KVTensor(KVShape(1, 1 << 20, 640, 8, 256), 1 << 62)
-    with pytest.raises(KVExhausted, match="commit"):
-        kv._region.commit = refuse  # type: ignore[method-assign]
-        kv.commit(0, 1)
-    assert kv.committed_bytes == 0
-
-
-def refuse(offset: int, length: int) -> None:
-    raise MemoryError(f"cannot commit {length} bytes")
-
-
 def test_growing_keeps_what_is_there() -> None:
     """Addresses are for ever: more chunks come behind, nothing moves."""
     kv = tensor()
@@ -149,5 +136,7 @@ def test_copy_prefix(length: int, chunks: int) -> None:
     source[:] = random.integers(0, 256, SHAPE.slot_bytes, np.uint8)
     kv.copy_prefix(0, 2, length)
     target = slot_bytes(kv, 2, SHAPE.slot_bytes)
-    assert np.array_equal(target[: chunks * SHAPE.chunk_bytes], source[: chunks * SHAPE.chunk_bytes])
+    assert np.array_equal(
+        target[: chunks * SHAPE.chunk_bytes], source[: chunks * SHAPE.chunk_bytes]
+    )
     assert not target[chunks * SHAPE.chunk_bytes :].any()

@@ -129,4 +129,3 @@ def test_experts_cost() -> None:
     assert experts().bytes(Load(1, 0, 0)) == pytest.approx(2 * one)
     assert 7.9 * one < experts().bytes(Load(64, 0, 0)) <= 8 * one
     assert experts(1, 1).bytes(Load(64, 0, 0)) == one
-

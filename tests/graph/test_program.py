@@ -39,7 +39,7 @@ def build(config: ModelConfig) -> tuple[list[Op], Activations, WeightLayout, KVS
     return ops, activations, layout, kv
 
 
-def lowered(config: ModelConfig, mode: Mode, part_flops: float = 1e30) -> tuple[Table, Arena]:
+def lowered(config: ModelConfig, mode: Mode, part_flops: float = 1e15) -> tuple[Table, Arena]:
     ops, activations, _, _ = build(config)
     rows = SLOTS if mode is Mode.FEW else 128
     arena = activations.arena(mode, rows, 4, THREADS, LENGTH, ARENA)

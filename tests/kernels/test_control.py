@@ -175,7 +175,7 @@ def test_the_verdict_to_yield_outlives_the_next_post() -> None:
 
 
 def test_a_step_yields_only_after_its_limit() -> None:
-    """A limit that lies ahead, or none, lets the step run on; every barrier resets the work count."""
+    """A limit that lies ahead, or none, lets the step run on; barriers reset the work count."""
     block = Block()
     for limit in (0, read_cycles() + FOREVER):
         block[ctl.LIMIT] = limit

@@ -49,9 +49,7 @@ def test_gate_and_up_share_panels(outputs: int) -> None:
     size = packed_up_bytes(outputs, inputs) // 2
     out = np.full(size + 64, UNTOUCHED, np.uint16)
     for source, column in ((gate, 0), (up, HALF_PANEL)):
-        pack_panels(
-            address(source), 2 * inputs, outputs, inputs, address(out), HALF_PANEL, column
-        )
+        pack_panels(address(source), 2 * inputs, outputs, inputs, address(out), HALF_PANEL, column)
         if column == 0:
             columns = out[:size].reshape(-1, inputs // 2, 64, 2)
             assert (columns[:, :, HALF_PANEL:] == UNTOUCHED).all()

@@ -47,4 +47,9 @@ def multiply_panel(x: Bits, matrix: Bits) -> F64:
 
 def multiply_bound(x: Bits, matrix: Bits) -> F64:
     """Σ |x| · |w|: what rounding errors of a product are measured by."""
-    return multiply_panel(x & 0x7FFF, matrix & 0x7FFF)
+    return multiply_panel(magnitude(x), magnitude(matrix))
+
+
+def magnitude(bits: Bits) -> Bits:
+    """|x|: the sign bit off."""
+    return bits & np.uint16(0x7FFF)

@@ -1,8 +1,8 @@
 """Qwen3 and Qwen3-MoE in plain numpy: the arithmetic this engine promises, and nothing else.
 
 `bf16` marks every place where the engine rounds: weight matrices, the operands of each product, and
-attention's probabilities. Everything else is float32: sums, residual stream, scores, router, logits.
-No cache, no blocks, no threads: one prompt in, logits of every position out.
+attention's probabilities. All else is float32: sums, residual stream, scores, router, logits. No
+cache, no blocks, no threads: one prompt in, logits of every position out.
 """
 
 from __future__ import annotations

@@ -143,7 +143,9 @@ def check_greedy(model: Model, executor: SoloExecutor, prompt: Ids) -> None:
         return
     at = int(differing[0])
     gap = float(rows[at, best[at]] - rows[at, chosen[at]])
-    print(f"\n{model.config.architecture}: token {at} is {chosen[at]}, not {best[at]}; gap {gap:.4g}")
+    print(
+        f"\n{model.config.architecture}: token {at} is {chosen[at]}, not {best[at]}; gap {gap:.4g}"
+    )
     assert gap < NEAR_TIE
 
 
