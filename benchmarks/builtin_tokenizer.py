@@ -82,3 +82,16 @@ def tokenizer_config_of(tokenizer: Tokenizer) -> dict[str, object]:
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
+
+
+def generation_config_of(tokenizer: Tokenizer) -> dict[str, object]:
+    end, pad = (tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
+    return {
+        "do_sample": True,
+        "eos_token_id": [end, pad],
+        "pad_token_id": pad,
+        "repetition_penalty": 1.1,
+        "temperature": 0.7,
+        "top_k": 40,
+        "top_p": 0.9,
+    }

@@ -1,5 +1,6 @@
 """Prefill and decode of a whole model on one socket, against the machine's roofline.
 
+    python -m benchmarks.make_model --preset moe6 --out DIR      (once; 8.7 GB of random weights)
     python -m benchmarks.engine --model DIR --prefill 128,512 --decode-context 128,2048 --batch 1,4
 
 The ceiling of a figure is max(bytes ÷ read bandwidth, operations ÷ bf16 peak), with bandwidth and
@@ -8,6 +9,7 @@ peak measured right before it in the same process.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,35 +18,28 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import REPEATS, Report, Result, check_quiet, parser
-from ellm_kernels.jit import compile_all
 from ellm_serve.cluster.probe import measure_ceiling
 from ellm_serve.cluster.topology import allowed_cores
 from ellm_serve.engine.executor import LogitRows, Span
+from ellm_serve.engine.loading import load_executor
 from ellm_serve.engine.solo import ExecutorOptions, SoloExecutor
 from ellm_serve.graph.ops import Load
 from ellm_serve.graph.program import Ceiling, roofline_s
 from ellm_serve.graph.tensor import Mode
-from ellm_serve.model.checkpoint import Checkpoint
 from ellm_serve.model.config import ModelConfig
-from ellm_serve.model.packing import load_weights
-from ellm_serve.model.region import Region
-from ellm_serve.model.weights import WeightLayout
+from ellm_serve.model.hub import resolve_model
 
 DECODE_STEPS = 24
 
 
-def load_executor(model: Path, slots: int, length: int, block: int) -> SoloExecutor:
+def load(model: Path, slots: int, length: int, block: int) -> SoloExecutor:
     """An executor with the model's weights."""
-    config = ModelConfig.from_dir(model)
-    layout = WeightLayout.from_config(config)
-    weights = Region(layout.size_bytes)
     cores = allowed_cores()
-    start = time.perf_counter()
-    load_weights(config, Checkpoint.open(model), layout, weights, len(cores), progress=True)
-    seconds = time.perf_counter() - start
-    print(f"loaded {layout.size_bytes / 1e9:.2f} GB in {seconds:.1f} s")
     options = ExecutorOptions(cores, num_slots=slots, sequence_length=length, prefill_block=block)
-    return SoloExecutor(config, layout, weights, options)
+    start = time.perf_counter()
+    executor = load_executor(model, ModelConfig.from_dir(model), options, progress=True)
+    print(f"loaded in {time.perf_counter() - start:.1f} s")
+    return executor
 
 
 class Bench:
@@ -150,21 +145,32 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def _lengths(given: argparse.Namespace, limit: int) -> None:
+    """Drops what the model is too short for."""
+    given.prefill = [length for length in given.prefill if length <= limit]
+    given.decode_context = [
+        context for context in given.decode_context if context + DECODE_STEPS + 2 <= limit
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     options = parser(__doc__ or "")
-    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--model", required=True, help="directory, hub id or builtin")
     options.add_argument("--prefill", type=_numbers, default=[128, 512, 2048, 8192])
     options.add_argument("--decode-context", type=_numbers, default=[128, 2048, 8192])
     options.add_argument("--batch", type=_numbers, default=[1, 4])
     options.add_argument("--block", type=int, default=2048, help="rows of a prefill block")
     options.add_argument("--ops", action="store_true", help="time per kind of op")
     given = options.parse_args(arguments)
+    if given.quick:
+        given.prefill, given.decode_context = given.prefill[:2], given.decode_context[:1]
     check_quiet()
-    print(compile_all())
     longest = max([*given.prefill, *given.decode_context], default=0)
-    executor = load_executor(given.model, max(given.batch), longest + 64, given.block)
-    report = Report("engine", {"model": given.model.name, "prefill_block": given.block})
+    model = resolve_model(given.model)
+    _lengths(given, ModelConfig.from_dir(model).max_position_embeddings)
+    executor = load(model, max(given.batch), longest + 64, given.block)
+    report = Report("engine", {"model": model.name, "prefill_block": given.block})
     bench = Bench(executor, report, given.ops)
     try:
         for length in given.prefill:

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 
 from ellm_kernels import opcodes as oc
-from ellm_kernels.attention import TILE_ROWS
 from ellm_serve.graph.kv_tensor import KVShape
 from ellm_serve.graph.ops import Load, Row, Stage, float_bits
 from ellm_serve.graph.tensor import Tensor
 
-# The context for which the table holds an attention part's number of items.
+# The context for which the table holds the rows of an attention part.
 _PART_CONTEXT = 1024
 
 
@@ -75,6 +74,6 @@ class Attention:
             # Only when a slot has several rows must all their keys be there before any is read.
             write_first = Row(oc.ROPE, oc.SYNC | oc.SHARED_SLOTS, args)
             return [write_first, Row(oc.ATTEND_FEW, oc.SYNC, args)]
-        tile_flops = 4.0 * TILE_ROWS * _PART_CONTEXT * self.kv.head_dim
-        part = max(stage.num_threads, int(stage.part_flops / tile_flops))
+        row_flops = 4.0 * self.num_heads * self.kv.head_dim * _PART_CONTEXT
+        part = max(1, int(stage.part_flops / row_flops))
         return [Row(oc.ROPE, oc.SYNC, args), Row(oc.ATTEND_MANY, oc.SYNC, args, part)]

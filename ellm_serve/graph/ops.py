@@ -39,15 +39,11 @@ class Stage:
     def few(self) -> bool:
         return self.arena.mode is Mode.FEW
 
-    def part_items(self, items: int, flops: float) -> int:
-        """Items of one part when `items` cost `flops` together; 0: all at once.
-
-        A multiple of the threads: with 3 items for 2 threads every part would take two turns.
-        """
-        if self.few or flops <= self.part_flops:
+    def part_rows(self, flops_per_row: float) -> int:
+        """Rows whose work fills one part; 0: the op is not cut."""
+        if self.few or flops_per_row * self.arena.num_rows <= self.part_flops:
             return 0
-        turns = max(1, round(items * self.part_flops / flops / self.num_threads))
-        return turns * self.num_threads
+        return max(1, int(self.part_flops / flops_per_row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +53,13 @@ class Row:
     opcode: int
     flags: int
     args: Mapping[str, int]
-    part_items: int = 0
+    part_rows: int = 0
 
     def words(self) -> list[int]:
         """The int64 words of the row."""
         names = oc.ARGS[self.opcode]
         assert set(names) == set(self.args), (self.opcode, set(names) ^ set(self.args))
-        words = [self.opcode, self.flags, self.part_items, *(self.args[name] for name in names)]
+        words = [self.opcode, self.flags, self.part_rows, *(self.args[name] for name in names)]
         return words + [0] * (oc.OP_WORDS - len(words))
 
 
@@ -199,8 +195,8 @@ class Linear:
             "out": out.address, "out_stride": out.row_bytes, "of_logit_rows": int(self.last),
             "row_run": run,
         }  # fmt: skip
-        flops = self.flops(Load(rows, 0, rows))
-        return [Row(oc.LINEAR, oc.SYNC, args, stage.part_items(panels * _runs(rows, run), flops))]
+        part = 0 if self.last else stage.part_rows(2.0 * self.inputs * self.outputs)
+        return [Row(oc.LINEAR, oc.SYNC, args, part)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +312,7 @@ class Experts:
             "hidden": activated.address, "hidden_stride": 2 * padded(self.intermediate),
             "scratch": scratch.address, "scratch_private": scratch.private,
         }  # fmt: skip
-        items = self.num_experts * _runs(panels, panel_run) * _runs(rows, row_run)
-        part = stage.part_items(items, self.flops(Load(rows, 0, 0)) * 2 / 3)
+        part = stage.part_rows(self.flops(Load(1, 0, 0)) * 2 / 3)
         return Row(oc.EXPERTS_UP, oc.SYNC, args, part)
 
     def _down(self, stage: Stage) -> Row:
@@ -333,6 +328,5 @@ class Experts:
             "out": out.address, "out_stride": out.row_bytes, "scratch": scratch.address,
             "scratch_private": scratch.private,
         }  # fmt: skip
-        flops = self.flops(Load(stage.arena.num_rows, 0, 0)) / 3
-        part = stage.part_items(_runs(panels, panel_run), flops)
+        part = stage.part_rows(self.flops(Load(1, 0, 0)) / 3)
         return Row(oc.EXPERTS_DOWN, oc.SYNC, args, part)

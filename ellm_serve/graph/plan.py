@@ -265,6 +265,7 @@ def _does_not_fit(plan: MemoryPlan, longest: int) -> MemoryPlanError:
     """One line with the numbers and what to change."""
     kv, slots = plan.kv, plan.kv.num_slots
     needed = (plan.fixed_bytes + kv.slot_bytes) * _KEPT_FREE // (_KEPT_FREE - 1)
+    other = needed - kv.slot_bytes - plan.weights_bytes
     if longest:
         remedy = f"the largest --sequence-length that fits with --batch-size {slots} is {longest}"
     else:
@@ -274,7 +275,6 @@ def _does_not_fit(plan: MemoryPlan, longest: int) -> MemoryPlanError:
         )
     return MemoryPlanError(
         f"{gb(needed)} needed, {gb(plan.available_bytes)} available: weights"
-        f" {gb(plan.weights_bytes)}, activations and runtime"
-        f" {gb(needed - kv.slot_bytes - plan.weights_bytes)}, one slot of {kv.sequence_length} tokens"
-        f" {gb(kv.slot_bytes)}; {remedy}"
+        f" {gb(plan.weights_bytes)}, activations, runtime and reserve {gb(other)}, one slot of"
+        f" {kv.sequence_length} tokens {gb(kv.slot_bytes)}; {remedy}"
     )

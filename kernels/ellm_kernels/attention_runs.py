@@ -104,9 +104,15 @@ def attend_few(op: int, step: int, thread: int, num_threads: int) -> None:
 
 
 @kernel
-def part_items(op: int, step: int) -> int:
-    """Items of one part: fewer the longer the context is. 0: all."""
-    run = load_i64(op + 16)
-    if run > 0 and load_i64(op) == oc.ATTEND_MANY:
-        return max(1, run * 1024 // max(word(step, oc.STEP_CONTEXT), 1))
-    return run
+def num_parts(op: int, step: int) -> int:
+    """Parts of an op in this step: from its rows alone, so that every socket cuts alike.
+
+    Attention costs the more the longer the context is.
+    """
+    part_rows = load_i64(op + 16)
+    if part_rows == 0:
+        return 1
+    rows = word(step, oc.STEP_ROWS)
+    if load_i64(op) == oc.ATTEND_MANY:
+        rows = rows * word(step, oc.STEP_CONTEXT) // 1024
+    return max(1, (rows + part_rows - 1) // part_rows)

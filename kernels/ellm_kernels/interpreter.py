@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ellm_kernels import opcodes
 from ellm_kernels.atomics import atomic_add, atomic_load, atomic_store
-from ellm_kernels.attention_runs import part_items
+from ellm_kernels.attention_runs import num_parts
 from ellm_kernels.control import (
     ABORT,
     DESCRIPTOR,
@@ -40,6 +40,14 @@ from ellm_kernels.opcodes import (
 )
 from ellm_kernels.simd import load_i64, store_i64
 from ellm_kernels.system import cycles, futex_wake
+
+
+@kernel
+def _part_begin(items: int, part: int, parts: int, num_threads: int) -> int:
+    """First item of a part: whole turns of all threads, so that none waits for a half turn."""
+    if part >= parts:
+        return items
+    return items * part // parts // num_threads * num_threads
 
 
 @kernel
@@ -83,13 +91,12 @@ def run_program(control: int, step: int, thread: int, num_threads: int) -> int:
             continue
         started = cycles()
         items = num_items(op, step, thread, num_threads)
-        run = part_items(op, step)
         last_part = True
         if dynamic:
-            begin, end = 0, items
-            if run > 0:
-                begin, end = part * run, min(items, (part + 1) * run)
-                last_part = end >= items
+            parts = num_parts(op, step)
+            begin = _part_begin(items, part, parts, num_threads)
+            end = _part_begin(items, part + 1, parts, num_threads)
+            last_part = part + 1 >= parts
             _run_dynamic(control, op, begin, end, step, thread, num_threads)
         else:
             _run_static(op, flags, items, step, thread, num_threads)

@@ -1,9 +1,9 @@
 """The numeric form of a program: what one row of its table means.
 
-A row is `OP_WORDS` int64 words: opcode, flags, items per part (0: all; for attention: those at a
-context of 1,024), then the arguments in the order of `ARGS`. The graph writes rows by these names,
-the interpreter reads them by position. `*_private` arguments are bytes between two threads' copies
-(0: one copy for all).
+A row is `OP_WORDS` int64 words: opcode, flags, rows per part (0: the op is not cut; for
+attention: those at a context of 1,024), then the arguments in the order of `ARGS`. The graph writes
+rows by these names, the interpreter reads them by position. `*_private` arguments are bytes between
+two threads' copies (0: one copy for all).
 """
 
 from __future__ import annotations

@@ -18,15 +18,16 @@ F32 = NDArray[np.float32]
 Ids = tuple[int, ...]
 
 
-# Router logits spread over about ±2 and carry errors of some thousandths with bf16 operands.
-CLEAR_GAP = 0.03
+# Of the router logits' spread; with bf16 operands they carry errors of some thousandths of it.
+CLEAR_GAP = 0.015
 
 
 @dataclass(frozen=True)
 class Reference:
     """What transformers computes for one prompt.
 
-    gaps: per position, by how much the last chosen expert beat the next, least of all layers.
+    gaps: per position, by how much of the router logits' standard deviation the last chosen expert
+    beat the next one, least of all layers.
     """
 
     logits: F32  # [position, vocab]
@@ -56,7 +57,8 @@ def run_reference(directory: Path, prompts: list[Ids], dtype: str) -> list[Refer
             gaps = np.full(len(ids), np.inf, np.float32)
             for scores in output.router_logits if routed else ():
                 best = scores.float().topk(model.config.num_experts_per_tok + 1).values
-                gaps = np.minimum(gaps, (best[:, -2] - best[:, -1]).numpy())
+                gap = (best[:, -2] - best[:, -1]) / scores.float().std(correction=0)
+                gaps = np.minimum(gaps, gap.numpy())
             results.append(Reference(output.logits[0].float().numpy(), gaps))
     return results
 

@@ -75,7 +75,7 @@ def check(ours: Any, exact: Any, rough: Any, clear: Any) -> None:
     us, them = (Distance.between(one[clear], exact[clear]) for one in (ours, rough))
     unclear = f"{(~clear).sum()} of {len(clear)} positions"
     print(f"  std {exact.std():.2f}; without {unclear}: ours {us}; bf16 {them}")
-    assert clear.mean() > 0.75
+    assert clear.mean() > 0.5
     assert us.largest <= 1.5 * them.largest, (us, them)
     assert us.mean <= them.mean, (us, them)
     assert Distance.between(ours, exact).mean <= Distance.between(rough, exact).mean
