@@ -308,7 +308,8 @@ class Experts:
             "x": x.address, "x_private": x.private, "x_stride": x.row_bytes,
             "weight": self.up_weight, "num_pairs": self.hidden // 2, "panels": panels,
             "num_experts": self.num_experts, "group": group.address,
-            "group_private": group.private, "panel_run": panel_run, "row_run": row_run,
+            "group_private": group.private, "top_k": self.top_k, "panel_run": panel_run,
+            "row_run": row_run,
             "hidden": activated.address, "hidden_stride": 2 * padded(self.intermediate),
             "scratch": scratch.address, "scratch_private": scratch.private,
         }  # fmt: skip

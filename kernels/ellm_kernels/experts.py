@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ellm_kernels.jit import kernel
-from ellm_kernels.micro import MR, multiply_block, multiply_gathered
+from ellm_kernels.micro import MR, accumulate_scattered, multiply_gathered
 from ellm_kernels.simd import (
     load_f32,
     load_i32,
@@ -41,8 +41,8 @@ _LOG2E = np.float32(1.4426950408889634)
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 TILE_BYTES = MR * PANEL * 4
-# What experts need per thread: a result tile and the addresses of its rows.
-SCRATCH_BYTES = TILE_BYTES + 64
+# What experts need per thread: a result tile, or the row addresses of two.
+SCRATCH_BYTES = TILE_BYTES + 128
 
 
 def group_bytes(num_experts: int, num_assignments: int) -> int:
@@ -123,23 +123,30 @@ def group_experts(
 
 
 @kernel
-def _silu_mul(tile: int, rows: int, out: int, out_stride: int) -> None:
-    """out[rows, 32] bf16 = gate / (1 + e^-gate) · up; a tile row is 32 gates, then 32 ups."""
+def _silu_mul(tile: int, rows: int, weights: int, out: int, out_stride: int) -> None:
+    """out[rows, 32] bf16 = weight · gate / (1 + e^-gate) · up.
+
+    A tile row is 32 gates, then 32 ups; weights: float32, one per row.
+    """
     for row in range(rows):
+        weight = vsplat(load_f32(weights + 4 * row))
         for j in range(2):
             at = tile + row * PANEL * 4 + 64 * j
             g = vload(at)
             sigmoid = vdiv(g, vadd(vsplat(_ONE), vexp2(vmul(g, vsplat(-_LOG2E)))))
-            vstore_bf16(out + row * out_stride + 32 * j, vmul(sigmoid, vload(at + 128)))
+            to = out + row * out_stride + 32 * j
+            vstore_bf16(to, vmul(vmul(sigmoid, vload(at + 128)), weight))
 
 
 @kernel
 def experts_up(
     x: int, x_stride: int, w: int, num_pairs: int, panels: int, num_experts: int, group: int,
-    panel_run: int, row_run: int, row_runs: int, begin: int, end: int, hidden: int,
+    total: int, panel_run: int, row_run: int, row_runs: int, begin: int, end: int, hidden: int,
     hidden_stride: int, scratch: int,
 ) -> None:  # fmt: skip
-    """hidden[assignment] = SiLU(gate(x[row])) · up(x[row]) for items begin … end-1.
+    """hidden[assignment] = weight · SiLU(gate(x[row])) · up(x[row]) for items begin … end-1.
+
+    The routing weight goes in here, in float32, so that the down projections only have to be added.
 
     w: per expert `panels` panels of 2·num_pairs inputs, each with 32 columns of gate and the same
     32 of up: one panel at a time in the second-level cache leaves room for the next one.
@@ -182,33 +189,29 @@ def experts_up(
 
 
 @kernel
-def _add_weighted(
-    tile: int, rows: int, rows_at: int, weights: int, out: int, out_stride: int
-) -> None:
-    """out[row of each assignment] += weight · tile."""
-    for i in range(rows):
-        weight = vsplat(load_f32(weights + 4 * i))
-        to = out + load_index(rows_at + 4 * i) * out_stride
-        for j in range(4):
-            at = to + 64 * j
-            vstore(at, vfma(weight, vload(tile + i * PANEL * 4 + 64 * j), vload(at)))
+def _row_addresses(rows_at: int, first: int, stop: int, out: int, out_stride: int, to: int) -> None:
+    """Where the rows of assignments first … stop-1 are added to; fetches those 64 float32."""
+    for i in range(stop - first):
+        row = out + load_index(rows_at + 4 * (first + i)) * out_stride
+        store_i64(to + 8 * i, row)
+        for line in range(4):
+            prefetch(row + 64 * line)
 
 
 @kernel
 def experts_down(
     hidden: int, hidden_stride: int, w: int, num_pairs: int, panels: int, num_experts: int,
-    group: int, total: int, rows: int, begin: int, end: int, out: int, out_stride: int,
-    scratch: int,
+    group: int, rows: int, begin: int, end: int, out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
-    """out[rows, panels begin … end-1] = Σ over experts in order of weight · down(hidden).
+    """out[rows, panels begin … end-1] = Σ over experts in order of down(hidden).
 
-    w: per expert `panels` panels of 2·num_pairs inputs; total: assignments of the group.
-    out: float32, overwritten. One thread owns these columns for all rows, so the sum needs no
-    atomics and always runs in the order of the experts.
+    w: per expert `panels` panels of 2·num_pairs inputs. out: float32, overwritten. One thread owns
+    these columns for all rows, so the sum needs no atomics and is one chain in the order of the
+    experts, kept in registers while an expert adds to it.
     """
     panel_bytes = num_pairs * PAIR_BYTES
     begins = _begins(group, num_experts)
-    rows_list = _rows(group, num_experts)
+    rows_at = _rows(group, num_experts)
     for row in range(rows):
         for at in range(begin * 256, end * 256, 64):
             vstore(out + row * out_stride + at, vsplat(_ZERO))
@@ -219,22 +222,19 @@ def experts_down(
         blocks = (count + MR - 1) // MR
         step = min(panel_bytes // blocks // num_pairs, 64)
         for panel in range(begin, end):
-            panel_w = w + (expert * panels + panel) * panel_bytes
+            at = w + (expert * panels + panel) * panel_bytes
             columns = out + panel * PANEL * 4
             low = first
+            high = first + count // blocks
+            here, there = scratch, scratch + 64
+            _row_addresses(rows_at, low, high, columns, out_stride, here)
             for block in range(blocks):
-                high = first + count * (block + 1) // blocks
-                rows_at = rows_list + 4 * low
-                for i in range(high - low):
-                    to = columns + load_index(rows_at + 4 * i) * out_stride
-                    for line in range(4):
-                        prefetch(to + 64 * line)
-                multiply_block(
-                    high - low, 4, hidden + low * hidden_stride, hidden_stride, panel_w, 64,
-                    PAIR_BYTES, num_pairs, scratch, PANEL * 4,
-                    panel_w + panel_bytes + block * (panel_bytes // blocks), step,
+                # The next block's rows of out travel while this block is computed.
+                beyond = first + count * min(block + 2, blocks) // blocks
+                _row_addresses(rows_at, high, beyond, columns, out_stride, there)
+                accumulate_scattered(
+                    high - low, hidden + low * hidden_stride, hidden_stride, at, num_pairs, here,
+                    at + panel_bytes + block * (panel_bytes // blocks), step,
                 )  # fmt: skip
-                _add_weighted(
-                    scratch, high - low, rows_at, rows_list + 4 * (total + low), columns, out_stride
-                )
-                low = high
+                low, high = high, beyond
+                here, there = there, here

@@ -13,11 +13,13 @@ from ellm_kernels import isa
 from ellm_kernels.jit import kernel, outlined
 from ellm_kernels.simd import (
     make_pointers_load,
+    make_tile_load_rows,
     make_tile_zero,
     prefetch,
     tile_outer,
     tile_outer_rows,
     tile_store,
+    tile_store_rows,
 )
 from ellm_kernels.tiles import PAIR_BYTES
 
@@ -150,3 +152,55 @@ def multiply_gathered(
             _gather_2(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
         elif rows == 1:
             _gather_1(rows_at, at, num_pairs, to, c_stride, ahead, ahead_step)
+
+
+def _make_scatter(mr: int, nv: int) -> Any:
+    pointers_load = make_pointers_load(mr)
+    tile_load_rows = make_tile_load_rows(mr, nv)
+
+    @kernel
+    def scatter(
+        a: int, a_stride: int, b: int, num_pairs: int, rows_at: int, offset: int, ahead: int,
+        ahead_step: int,
+    ) -> None:  # fmt: skip
+        outlined()
+        rows = pointers_load(rows_at)
+        tile = tile_load_rows(rows, offset)
+        for k in range(num_pairs):
+            tile = tile_outer(tile, a + 4 * k, a_stride, b + k * PAIR_BYTES, 64)
+            prefetch(ahead + k * ahead_step)
+        tile_store_rows(tile, rows, offset)
+
+    return scatter
+
+
+_scatter_1, _scatter_2, _scatter_3, _scatter_4, _scatter_5, _scatter_6 = (
+    _make_scatter(rows, NV) for rows in range(1, 7)
+)
+
+
+@kernel
+def accumulate_scattered(
+    rows: int, a: int, a_stride: int, panel: int, num_pairs: int, rows_at: int, ahead: int,
+    ahead_step: int,
+) -> None:  # fmt: skip
+    """c += a · panel, for rows of c anywhere in memory.
+
+    rows_at: int64 address of the 64 float32 of every row of c. The chain of steps goes on from what
+    is there, so a sum over several products is one chain.
+    """
+    for j in range(0, 4, NV):
+        at = panel + 64 * j
+        offset = 64 * j
+        if rows == 6:
+            _scatter_6(a, a_stride, at, num_pairs, rows_at, offset, ahead, ahead_step)
+        elif rows == 5:
+            _scatter_5(a, a_stride, at, num_pairs, rows_at, offset, ahead, ahead_step)
+        elif rows == 4:
+            _scatter_4(a, a_stride, at, num_pairs, rows_at, offset, ahead, ahead_step)
+        elif rows == 3:
+            _scatter_3(a, a_stride, at, num_pairs, rows_at, offset, ahead, ahead_step)
+        elif rows == 2:
+            _scatter_2(a, a_stride, at, num_pairs, rows_at, offset, ahead, ahead_step)
+        elif rows == 1:
+            _scatter_1(a, a_stride, at, num_pairs, rows_at, offset, ahead, ahead_step)

@@ -50,9 +50,9 @@ def num_items(op: int, step: int, thread: int, num_threads: int) -> int:
         return 1
     if code == oc.EXPERTS_UP:
         active = num_active(arg(op, 7) + thread * arg(op, 8))
-        return active * _runs(arg(op, 5), arg(op, 9)) * _runs(rows, arg(op, 10))
+        return active * _runs(arg(op, 5), arg(op, 10)) * _runs(rows, arg(op, 11))
     if code == oc.EXPERTS_DOWN:
-        return _runs(arg(op, 4), arg(op, 9))
+        return _runs(arg(op, 4), arg(op, 8))
     if code == oc.LAST_NORM:
         return _runs(word(step, oc.STEP_LOGIT_ROWS), ROW_RUN)
     return _runs(rows, ROW_RUN)
@@ -134,22 +134,22 @@ def _group(op: int, step: int, begin: int, end: int, thread: int, num_threads: i
 
 @kernel
 def _experts_up(op: int, step: int, begin: int, end: int, thread: int) -> None:
+    rows = word(step, oc.STEP_ROWS)
     experts_up(
         arg(op, 0) + thread * arg(op, 1), arg(op, 2), arg(op, 3), arg(op, 4), arg(op, 5),
-        arg(op, 6), arg(op, 7) + thread * arg(op, 8), arg(op, 9), arg(op, 10),
-        _runs(word(step, oc.STEP_ROWS), arg(op, 10)), begin, end, arg(op, 11), arg(op, 12),
-        arg(op, 13) + thread * arg(op, 14),
+        arg(op, 6), arg(op, 7) + thread * arg(op, 8), rows * arg(op, 9), arg(op, 10), arg(op, 11),
+        _runs(rows, arg(op, 11)), begin, end, arg(op, 12), arg(op, 13),
+        arg(op, 14) + thread * arg(op, 15),
     )  # fmt: skip
 
 
 @kernel
 def _experts_down(op: int, step: int, begin: int, end: int, thread: int) -> None:
-    rows = word(step, oc.STEP_ROWS)
-    panels, run = arg(op, 4), arg(op, 9)
+    panels, run = arg(op, 4), arg(op, 8)
     experts_down(
         arg(op, 0), arg(op, 1), arg(op, 2), arg(op, 3), panels, arg(op, 5),
-        arg(op, 6) + thread * arg(op, 7), rows * arg(op, 8), rows, begin * run,
-        min(end * run, panels), arg(op, 10), arg(op, 11), arg(op, 12) + thread * arg(op, 13),
+        arg(op, 6) + thread * arg(op, 7), word(step, oc.STEP_ROWS), begin * run,
+        min(end * run, panels), arg(op, 9), arg(op, 10), arg(op, 11) + thread * arg(op, 12),
     )  # fmt: skip
 
 

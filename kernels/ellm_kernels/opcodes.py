@@ -55,10 +55,10 @@ ARGS: dict[int, tuple[str, ...]] = {
             "group_private", "counts", "counts_private"),
     GROUP_ALL: ("group", "group_private"),
     EXPERTS_UP: ("x", "x_private", "x_stride", "weight", "num_pairs", "panels", "num_experts",
-                 "group", "group_private", "panel_run", "row_run", "hidden", "hidden_stride",
-                 "scratch", "scratch_private"),
+                 "group", "group_private", "top_k", "panel_run", "row_run", "hidden",
+                 "hidden_stride", "scratch", "scratch_private"),
     EXPERTS_DOWN: ("hidden", "hidden_stride", "weight", "num_pairs", "panels", "num_experts",
-                   "group", "group_private", "top_k", "panel_run", "out", "out_stride", "scratch",
+                   "group", "group_private", "panel_run", "out", "out_stride", "scratch",
                    "scratch_private"),
 }  # fmt: skip
 

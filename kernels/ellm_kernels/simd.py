@@ -444,6 +444,41 @@ def make_pointers_load(count: int) -> Any:
     return pointers_load
 
 
+def make_tile_load_rows(mr: int, nv: int) -> Any:
+    """The function that reads a tile whose row i starts at `rows[i] + offset`."""
+    tile = TileType(mr, nv)
+    pointers = PointersType(mr)
+
+    @intrinsic
+    def tile_load_rows(_ctx: Any, rows: Any, offset: Any) -> Any:
+        def build(b: Any, rows: Any, offset: Any) -> Any:
+            value: Any = ir.Constant(ir.ArrayType(_v16f, mr * nv), ir.Undefined)
+            for i in range(mr):
+                start = b.add(b.extract_value(rows, i), offset)
+                for j in range(nv):
+                    at = _pointer(b, b.add(start, _i64c(64 * j)), _v16f)
+                    value = b.insert_value(value, b.load(at, align=4), i * nv + j)
+            return value
+
+        return _emit(build, tile, pointers, types.intp)
+
+    return tile_load_rows
+
+
+@intrinsic
+def tile_store_rows(_ctx: Any, tile: Any, rows: Any, offset: Any) -> Any:
+    """Writes row i of the tile to `rows[i] + offset`."""
+
+    def build(b: Any, t: Any, rows: Any, offset: Any) -> None:
+        for i in range(tile.mr):
+            start = b.add(b.extract_value(rows, i), offset)
+            for j in range(tile.nv):
+                at = _pointer(b, b.add(start, _i64c(64 * j)), _v16f)
+                b.store(b.extract_value(t, i * tile.nv + j), at, align=4)
+
+    return _emit(build, types.void, tile, rows, types.intp)
+
+
 @intrinsic
 def tile_outer_rows(
     _ctx: Any, tile: Any, rows: Any, offset: Any, panel: Any, vec_stride: Any

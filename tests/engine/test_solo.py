@@ -64,9 +64,10 @@ def test_logits_match_naive(
     options = {"sequence_length": 1024, "prefill_block": 700, "max_logit_rows": 700}
     executor = make_executor(model, **options)
     short = [model.ids(3, seed=seed) for seed in range(40)]
-    distance = np.concatenate([np.abs(prefill(executor, ids) - naive.logits(ids)) for ids in short])
-    # A rounding in the wrong place would show in every row.
-    assert np.mean(distance.max(1) <= 2e-5) >= 0.25, np.sort(distance.max(1))
+    apart = [np.abs(prefill(executor, ids) - naive.logits(ids)).max(1) for ids in short]
+    # A rounding in the wrong place would show in every row; row 0 attends to nothing but itself.
+    equal = (np.stack(apart) <= 2e-5).mean(0)
+    assert equal.min() >= 0.2, equal
     distance = np.abs(prefill(executor, model.ids(600)) - naive.logits(model.ids(600)))
     shown = f"max {distance.max():.3g}, mean {distance.mean():.3g}"
     assert distance.mean() <= 0.02, shown
