@@ -27,7 +27,6 @@ from ellm_kernels.simd import (
     vadd,
     vdiv,
     vexp2,
-    vfma,
     vload,
     vmul,
     vsplat,
@@ -182,9 +181,9 @@ def experts_up(
                     store_i64(pointers + 8 * i, x + row * x_stride)
                 ahead = at + panel_bytes + block * (panel_bytes // blocks)
                 multiply_gathered(rows, pointers, at, num_pairs, scratch, PANEL * 4, ahead, step)
-                _silu_mul(
-                    scratch, rows, hidden + low * hidden_stride + panel * PANEL, hidden_stride
-                )
+                weights = rows_at + 4 * (total + low)
+                to = hidden + low * hidden_stride + panel * PANEL
+                _silu_mul(scratch, rows, weights, to, hidden_stride)
                 low = high
 
 
@@ -215,14 +214,20 @@ def experts_down(
     for row in range(rows):
         for at in range(begin * 256, end * 256, 64):
             vstore(out + row * out_stride + at, vsplat(_ZERO))
-    for active in range(num_active(group)):
+    last_active = num_active(group) - 1
+    for active in range(last_active + 1):
         expert = load_index(group + 4 * (_HEADER + active))
+        upcoming = load_index(group + 4 * (_HEADER + min(active + 1, last_active)))
         first = load_index(begins + 4 * active)
         count = load_index(begins + 4 * active + 4) - first
         blocks = (count + MR - 1) // MR
         step = min(panel_bytes // blocks // num_pairs, 64)
         for panel in range(begin, end):
             at = w + (expert * panels + panel) * panel_bytes
+            # The panel that comes next: the following one, or the next expert's first.
+            following = at + panel_bytes
+            if panel + 1 == end:
+                following = w + (upcoming * panels + begin) * panel_bytes
             columns = out + panel * PANEL * 4
             low = first
             high = first + count // blocks
@@ -234,7 +239,7 @@ def experts_down(
                 _row_addresses(rows_at, high, beyond, columns, out_stride, there)
                 accumulate_scattered(
                     high - low, hidden + low * hidden_stride, hidden_stride, at, num_pairs, here,
-                    at + panel_bytes + block * (panel_bytes // blocks), step,
+                    following + block * (panel_bytes // blocks), step,
                 )  # fmt: skip
                 low, high = high, beyond
                 here, there = there, here

@@ -166,8 +166,8 @@ class Run:
         for item in reversed(items) if reverse else items:
             experts_up(
                 address(self.x), HIDDEN * 2, address(self.mlp.packed_up), HIDDEN // 2, self.panels,
-                self.group.num_experts, self.group.address, panel_run, row_run, row_runs, item,
-                item + 1, address(out), width * 2, address(self.scratch),
+                self.group.num_experts, self.group.address, self.total, panel_run, row_run,
+                row_runs, item, item + 1, address(out), width * 2, address(self.scratch),
             )  # fmt: skip
         return out
 
@@ -178,7 +178,7 @@ class Run:
             experts_down(
                 address(activated), activated.shape[1] * 2, address(self.mlp.packed_down),
                 self.intermediate // 2, HIDDEN // 64, self.group.num_experts, self.group.address,
-                self.total, self.rows, panel, panel + step, address(out), HIDDEN * 4,
+                self.rows, panel, panel + step, address(out), HIDDEN * 4,
                 address(self.scratch),
             )  # fmt: skip
         return out
@@ -198,10 +198,10 @@ def test_experts_up_matches_naive(
     run = Run(rows, top_k, num_experts, intermediate)
     activated = run.up()
     assert not activated[:, intermediate:].any()
-    for (expert, members, _), got in zip(run.groups, run.of_groups(activated), strict=True):
+    for (expert, members, weights), got in zip(run.groups, run.of_groups(activated), strict=True):
         x = run.x[members]
         gate, up = run.mlp.gate[expert], run.mlp.up[expert]
-        expected = naive.experts_up(x, gate, up)
+        expected = naive.experts_up(x, gate, up, weights)
         spread = multiply_bound(x, gate) * multiply_bound(x, up)
         error = np.abs(from_bf16(got) - expected)
         assert (error <= TOL["bf16"] * np.abs(expected) + TOL["f32"] * spread).all()

@@ -26,20 +26,20 @@ def group_experts(
     ]
 
 
-def experts_up(x: Bits, gate: Bits, up: Bits) -> F64:
-    """SiLU(x · gateᵀ) · (x · upᵀ) of one expert, not rounded yet."""
+def experts_up(x: Bits, gate: Bits, up: Bits, weights: Sequence[float]) -> F64:
+    """weight · SiLU(x · gateᵀ) · (x · upᵀ) of one expert, not rounded yet."""
     g = multiply_panel(x, gate)
-    return g / (1.0 + np.exp(-g)) * multiply_panel(x, up)
+    return np.array(weights)[:, None] * g / (1.0 + np.exp(-g)) * multiply_panel(x, up)
 
 
 def experts_down(
     hidden: Sequence[Bits], down: Sequence[Bits], rows: int,
     groups: Sequence[tuple[int, list[int], list[float]]],
 ) -> F64:  # fmt: skip
-    """Σ weight · hidden · downᵀ; `hidden[i]` are the activated rows of the i-th group."""
+    """Σ hidden · downᵀ; `hidden[i]` are the activated, weighted rows of the i-th group."""
     out = np.zeros((rows, down[0].shape[0]))
-    for activated, (expert, members, weights) in zip(hidden, groups, strict=True):
+    for activated, (expert, members, _) in zip(hidden, groups, strict=True):
         product = widen(activated).astype(np.float64) @ widen(down[expert]).astype(np.float64).T
-        for row, weight, line in zip(members, weights, product, strict=True):
-            out[row] += weight * line
+        for row, line in zip(members, product, strict=True):
+            out[row] += line
     return out

@@ -103,9 +103,11 @@ class Qwen3:
 
     # --- MLP -------------------------------------------------------------------------------------
 
-    def _mlp(self, x: F32, prefix: str) -> F32:
+    def _mlp(self, x: F32, prefix: str, weights: F32 | float = 1.0) -> F32:
+        """down(weight · SiLU(gate) · up): scaling before the product is the same as after it."""
         gate, up = self._linear(x, f"{prefix}gate_proj"), self._linear(x, f"{prefix}up_proj")
-        return self._linear(bf16(gate / (1 + np.exp(-gate)) * up), f"{prefix}down_proj")
+        hidden = f32(gate / (1 + np.exp(-gate)) * up * weights)
+        return self._linear(bf16(hidden), f"{prefix}down_proj")
 
     def _experts(self, x: F32, prefix: str) -> F32:
         """Each row's experts, added up in the order of their ids."""
@@ -116,8 +118,8 @@ class Qwen3:
         for expert in range(config.num_experts):
             rows, places = np.nonzero(ids == expert)
             if len(rows):
-                y = self._mlp(x[rows], f"{prefix}experts.{expert}.")
-                out[rows] += f32(weights[rows, places])[:, None] * y
+                chosen = f32(weights[rows, places])[:, None]
+                out[rows] += self._mlp(x[rows], f"{prefix}experts.{expert}.", chosen)
         return out
 
 
