@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ellm_serve.cli import chat, doctor, generate, plan, warmup
 from ellm_serve.cli.verb import Verb
-from ellm_serve.errors import ConfigError, StartupError
+from ellm_serve.errors import ConfigError, EllmError
 from ellm_serve.version import __version__
 
 _INTERRUPTED = 130  # as shells report SIGINT
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = VERBS[args.verb].run(args)
         sys.stdout.flush()
         return code
-    except StartupError as error:
+    except EllmError as error:
         print(f"ellm-serve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
