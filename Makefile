@@ -13,11 +13,11 @@ $(STAMP): pyproject.toml configs/requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || (echo "ellm-serve needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)" && exit 1)
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[test,ray]'
 	@touch $@
 
 $(REFERENCE_STAMP): $(STAMP)
-	$(PIP) --editable '.[test,reference]'
+	$(PIP) --editable '.[test,ray,reference]'
 	@touch $@
 
 serve: install

@@ -1,4 +1,4 @@
-"""Prefill and decode of a whole model on one socket, against the machine's roofline.
+"""Prefill and decode of a whole model in one process, against the machine's roofline.
 
     python -m benchmarks.make_model --preset moe6 --out DIR      (once; 8.7 GB of random weights)
     python -m benchmarks.engine --model DIR --prefill 128,512 --decode-context 128,2048 --batch 1,4
@@ -21,8 +21,9 @@ from benchmarks.common import REPEATS, Report, Result, check_quiet, parser
 from ellm_serve.cluster.probe import measure_ceiling
 from ellm_serve.cluster.topology import allowed_cores
 from ellm_serve.engine.executor import LogitRows, Span
+from ellm_serve.engine.group import GroupOptions
 from ellm_serve.engine.loading import load_executor
-from ellm_serve.engine.solo import ExecutorOptions, SoloExecutor
+from ellm_serve.engine.solo import SoloExecutor
 from ellm_serve.graph.ops import Load
 from ellm_serve.graph.program import Ceiling, roofline_s
 from ellm_serve.graph.tensor import Mode
@@ -34,8 +35,9 @@ DECODE_STEPS = 24
 
 def load(model: Path, slots: int, length: int, block: int) -> SoloExecutor:
     """An executor with the model's weights."""
-    cores = allowed_cores()
-    options = ExecutorOptions(cores, num_slots=slots, sequence_length=length, prefill_block=block)
+    options = GroupOptions(
+        (allowed_cores(),), num_slots=slots, sequence_length=length, prefill_block=block
+    )
     start = time.perf_counter()
     executor = load_executor(model, ModelConfig.from_dir(model), options, progress=True)
     print(f"loaded in {time.perf_counter() - start:.1f} s")
@@ -83,7 +85,7 @@ class Bench:
         """Median time of a cold prompt in a slot whose memory is committed."""
         self.fill(0, length)
         self._executor.op_seconds(Mode.MANY)
-        ceiling = measure_ceiling(self._executor.threads.cores)
+        ceiling = measure_ceiling(allowed_cores())
         seconds = statistics.median(self.fill(0, length) for _ in range(repeats))
         least = sum(
             roofline_s(self._executor.ops, load, ceiling) for load in self._prefill_load(length)
@@ -113,9 +115,9 @@ class Bench:
 
         step(0)
         executor.op_seconds(Mode.FEW)
-        ceiling = measure_ceiling(executor.threads.cores)
+        ceiling = measure_ceiling(allowed_cores())
         times = [step(1 + index) for index in range(DECODE_STEPS)]
-        after = measure_ceiling(executor.threads.cores)
+        after = measure_ceiling(allowed_cores())
         bandwidth = (ceiling.bytes_per_s + after.bytes_per_s) / 2
         load = Load(batch, context + DECODE_STEPS // 2, batch)
         least = roofline_s(executor.ops, load, Ceiling(bandwidth, ceiling.flops_per_s))

@@ -17,14 +17,16 @@ import numpy as np
 from benchmarks.common import Report, Result, bf16_random, check_quiet, median_s, parser
 from ellm_kernels import load_entries
 from ellm_kernels import opcodes as oc
+from ellm_kernels.control import control_bytes
 from ellm_kernels.jit import compile_all
 from ellm_kernels.tiles import packed_bytes
 from ellm_serve.cluster.probe import measure_bandwidth, measure_bf16
 from ellm_serve.cluster.topology import allowed_cores
 from ellm_serve.engine.executor import LogitRows, Span
-from ellm_serve.engine.step_input import StepInput
-from ellm_serve.engine.threads import PinnedThreads
+from ellm_serve.engine.mailbox import Mailbox
+from ellm_serve.engine.threads import Control, Team
 from ellm_serve.graph.attention_op import Attention
+from ellm_serve.graph.group_layout import MailboxLayout
 from ellm_serve.graph.kv_tensor import KVShape, KVTensor
 from ellm_serve.graph.ops import Linear, Op, Row, Stage
 from ellm_serve.graph.program import Table
@@ -33,33 +35,48 @@ from ellm_serve.graph.tensor import Arena, Mode, Tensor, bf16_rows, f32_rows
 from ellm_serve.model.config import Architecture, ModelConfig
 from ellm_serve.model.region import Region
 from ellm_serve.model.rope import RopeConfig
+from ellm_serve.model.sharding import Shard
 
 # Qwen3-30B-A3B's heads. 32k positions of keys and values are 67 MB: more than a cache holds.
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 BARRIERS = 2000
 
 
+class Step:
+    """A few table rows and the mailbox that makes a step of them."""
+
+    def __init__(self, rows: Sequence[Row], arena: Arena) -> None:
+        self.mode = arena.mode
+        words = np.array([row.words() for row in rows], np.int64)
+        self._table = Region(words.nbytes)
+        self._table.array(0, words.shape, np.int64)[:] = words
+        layout = MailboxLayout(
+            arena.num_rows, arena.num_logit_rows, arena.num_threads, len(rows), KV_HEADS
+        )
+        self.mailbox = Mailbox(Region(layout.size_bytes), 0, layout)
+        table = Table(arena.mode, words, tuple(range(len(rows))))
+        self.mailbox.bind(table, self._table.address)
+
+
 class Lab:
-    """Pinned threads and the means to run a few table rows on them."""
+    """Pinned threads and the means to run steps on them."""
 
     def __init__(self, cores: tuple[int, ...]) -> None:
         self.cores = cores
-        self.threads = PinnedThreads(cores)
+        memory = Region(control_bytes(1))
+        self._control = Control(memory, 1)
+        self._team = Team(memory, 0, cores)
+        self._team.start()
 
-    def prepare(self, rows: Sequence[Row], arena: Arena, spans: Sequence[Span]) -> StepInput:
-        """A step that runs these table rows."""
-        words = np.array([row.words() for row in rows], np.int64)
-        step = StepInput(Table(arena.mode, words, tuple(range(len(rows)))), arena, KV_HEADS)
-        step.write(spans)
-        return step
-
-    def run(self, step: StepInput, spans: Sequence[Span]) -> None:
-        """One run of a prepared step."""
-        step.write(spans)
-        self.threads.run(step.address)
+    def run(self, step: Step, spans: Sequence[Span]) -> None:
+        """One run of a step."""
+        step.mailbox.write(spans)
+        self._team.set_lane(step.mode, step.mailbox.address)
+        self._control.run(step.mode)
 
     def close(self) -> None:
-        self.threads.close()
+        self._control.stop()
+        self._team.join()
 
 
 def one_span(rows: int, start: int = 0) -> list[Span]:
@@ -94,7 +111,7 @@ def _linear_s(lab: Lab, mode: Mode, rows: int, inputs: int, outputs: int) -> flo
     op = Linear("linear", x, weights.address, inputs, outputs, out)
     lowered = op.lower(Stage(arena, len(lab.cores), 1e18))
     spans = one_span(rows)
-    step = lab.prepare(lowered, arena, spans)
+    step = Step(lowered, arena)
     return median_s(lambda: lab.run(step, spans))
 
 
@@ -127,16 +144,17 @@ class AttentionLab:
         self.lab = lab
         self.positions = positions
         config = _attention_config(positions)
-        activations = Activations(config)
+        activations = Activations(Shard(config))
         threads = len(lab.cores)
         planned = activations.arena(mode, rows, 1, threads, positions)
         self.memory = Region(planned.size_bytes)
         _fill(self.memory, planned.size_bytes)
         self.arena = activations.arena(mode, rows, 1, threads, positions, self.memory.address)
         shape = KVShape(1, positions, 1, KV_HEADS, HEAD_DIM)
-        self.kv = KVTensor(shape, 1 << 40)
+        memory = Region(shape.size_bytes)
+        self.kv = KVTensor(shape, memory, 1 << 40)
         self.kv.commit(0, positions)
-        _fill(self.kv.region, shape.size_bytes)
+        _fill(memory, shape.size_bytes)
         self.tables = Region(8 * positions * HEAD_DIM)
         ones = self.tables.array(0, (2 * positions * HEAD_DIM // 2,), np.float32)
         ones[:] = 0.7
@@ -151,7 +169,7 @@ class AttentionLab:
         """Median time of the op's rows with this opcode."""
         stage = Stage(self.arena, len(self.lab.cores), 1e18)
         rows = [row for row in self.op.lower(stage) if row.opcode == opcode]
-        step = self.lab.prepare(rows, self.arena, spans)
+        step = Step(rows, self.arena)
         return median_s(lambda: self.lab.run(step, spans))
 
 
@@ -193,7 +211,7 @@ def barrier(lab: Lab, report: Report) -> None:
     args = dict.fromkeys(oc.ARGS[oc.LINEAR], 0) | {"row_run": 1}
     rows = [Row(oc.LINEAR, oc.SYNC, args)] * BARRIERS
     spans = one_span(1)
-    step = lab.prepare(rows, arena, spans)
+    step = Step(rows, arena)
     seconds = median_s(lambda: lab.run(step, spans))
     params = {"threads": len(lab.cores)}
     report.add(Result("barrier", params, seconds / BARRIERS * 1e6, "us", 1.0))

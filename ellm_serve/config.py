@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -81,7 +81,30 @@ class EngineConfig(BaseModel):
     batch_size: int = Field(
         4, ge=1, le=1024, description="slots: sessions kept, and sequences decoded together"
     )
-    threads: AutoCount = Field(None, description="compute threads; auto: every allowed core")
+    threads: AutoCount = Field(
+        None, description="compute threads of all sockets together; auto: every allowed core"
+    )
+    sockets: AutoCount = Field(
+        None,
+        description="sockets the model is cut over, more than the machine has for trying it out;"
+        " auto: one, or with Ray workers as many as the machine has",
+    )
+    expert_split: Literal["slice", "whole"] = Field(
+        "slice", description="sockets hold a slice of every expert, or whole experts"
+    )
+    workers: Literal["threads", "ray"] = Field(
+        "threads",
+        description="sockets are threads of this process, or Ray workers that may die and be"
+        " replaced",
+    )
+    housekeeping_cores: int = Field(
+        0, ge=0, description="cores left free of compute threads, for HTTP and Ray"
+    )
+    keep_weights: bool = Field(
+        False,
+        description="packed weights of Ray workers stay in shared memory when the engine ends, so"
+        " that the next start of the same model is fast",
+    )
     prefill_block: int = Field(
         2048, ge=16, description="prompt tokens that pass through the layers together"
     )
@@ -141,13 +164,19 @@ class EngineConfig(BaseModel):
 
 
 def resolve(
-    config: EngineConfig, *, sequence_length: int, threads: int, kv_budget_bytes: int
+    config: EngineConfig,
+    *,
+    sequence_length: int,
+    threads: int,
+    kv_budget_bytes: int,
+    sockets: int = 1,
 ) -> EngineConfig:
     """A configuration without None: what was left open takes these values."""
     decided = {
         "sequence_length": sequence_length,
         "threads": threads,
         "kv_budget_bytes": kv_budget_bytes,
+        "sockets": sockets,
     }
     given = config.model_dump(exclude_none=True)
     return type(config).model_validate(decided | given)

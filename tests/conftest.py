@@ -6,6 +6,7 @@ Checkpoints and their packed weights are shared by all tests; executors live for
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,23 @@ def tiny_moe(make_model: MakeModel) -> Model:
 
 
 @pytest.fixture
+def compute_threads() -> Callable[[], list[str]]:
+    """Names of the pinned threads started since the test began; other engines may be alive."""
+    before = set(threading.enumerate())
+    return lambda: sorted(
+        thread.name
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("ellm-compute")
+    )
+
+
+@pytest.fixture
 def make_executor(compiled_kernels: None) -> Iterator[MakeExecutor]:
-    """`make_executor(model, threads=2, **options)`; all are closed when the test ends."""
+    """`make_executor(model, threads=2, sockets=1, **options)`; closed when the test ends."""
     made: list[SoloExecutor] = []
 
-    def make(model: Model, threads: int = 2, **options: Any) -> SoloExecutor:
-        made.append(model.executor(threads, **options))
+    def make(model: Model, threads: int = 2, sockets: int = 1, **options: Any) -> SoloExecutor:
+        made.append(model.executor(threads, sockets, **options))
         return made[-1]
 
     yield make

@@ -1,13 +1,14 @@
 """Runs prompts through an executor in every way the engine might, and hands back the logits.
 
-`Model` is a checkpoint that was packed once; any number of executors share it.
+`Model` is a checkpoint whose shards are packed once for every way they are cut; any number of
+executors share them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ellm_serve.engine.executor import Executor, LogitRows, Span
-from ellm_serve.engine.solo import ExecutorOptions, SoloExecutor
+from ellm_serve.engine.group import GroupOptions
+from ellm_serve.engine.solo import SoloExecutor
 from ellm_serve.model.checkpoint import Checkpoint
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.packing import load_weights
 from ellm_serve.model.region import Region
+from ellm_serve.model.sharding import ExpertSplit, Shard
 from ellm_serve.model.weights import WeightLayout
 
 Logits = NDArray[np.float32]
@@ -34,32 +37,54 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A packed checkpoint."""
+    """A packed checkpoint. `layout` and `weights` are those of one socket."""
 
     directory: Path
     config: ModelConfig
     layout: WeightLayout
     weights: Region
+    shards: dict[tuple[int, ExpertSplit], list[Region]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path) -> Model:
         config = ModelConfig.from_dir(directory)
-        layout = WeightLayout.from_config(config)
-        weights = Region(layout.size_bytes)
-        load_weights(config, Checkpoint.open(directory), layout, weights, 2)
-        return cls(directory, config, layout, weights)
+        weights = pack(directory, Shard(config))
+        return cls(directory, config, WeightLayout.from_config(config), weights)
 
-    def executor(self, threads: int = 2, **options: Any) -> SoloExecutor:
-        """An executor with `threads` pinned threads, several per core if need be."""
+    def packed(self, sockets: int, split: ExpertSplit) -> list[Region]:
+        """Every socket's weights."""
+        if sockets == 1:
+            return [self.weights]
+        key = sockets, split
+        if key not in self.shards:
+            self.shards[key] = [
+                pack(self.directory, Shard(self.config, rank, sockets, split))
+                for rank in range(sockets)
+            ]
+        return self.shards[key]
+
+    def executor(self, threads: int = 2, sockets: int = 1, **options: Any) -> SoloExecutor:
+        """An executor with `threads` pinned threads per socket, several per core if need be."""
         cores = sorted(os.sched_getaffinity(0))
-        pinned = tuple(cores[index % len(cores)] for index in range(threads))
-        chosen = ExecutorOptions(cores=pinned, **SMALL | options)
-        return SoloExecutor(self.config, self.layout, self.weights, chosen)
+        pinned = [cores[index % len(cores)] for index in range(threads * sockets)]
+        teams = tuple(
+            tuple(pinned[rank * threads : (rank + 1) * threads]) for rank in range(sockets)
+        )
+        chosen = GroupOptions(teams, **SMALL | options)
+        return SoloExecutor(self.config, self.packed(sockets, chosen.expert_split), chosen)
 
     def ids(self, length: int, seed: int = 0) -> Ids:
         """A random prompt."""
         drawn = np.random.default_rng(seed).integers(0, self.config.vocab_size, length)
         return tuple(int(token) for token in drawn)
+
+
+def pack(directory: Path, shard: Shard) -> Region:
+    """The memory one socket computes with."""
+    layout = WeightLayout.from_shard(shard)
+    weights = Region(layout.size_bytes)
+    load_weights(shard, Checkpoint.open(directory), layout, weights, 2)
+    return weights
 
 
 def prefill(

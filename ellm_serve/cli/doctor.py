@@ -8,11 +8,15 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
+from ellm_serve.cli.clean import group_lines
 from ellm_serve.cli.verb import Subparsers
 from ellm_serve.cluster.diagnosis import Facts, Level, diagnose
 from ellm_serve.cluster.memory import Memory
 from ellm_serve.cluster.topology import Machine
+
+_SHM = Path("/dev/shm")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -33,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     usable = all(finding.level is not Level.PROBLEM for finding in findings)
     _print(_machine_lines(facts.machine))
     _print(_memory_lines(facts))
+    _print(_segment_lines(_SHM))
     _print(_kernel_lines(facts))
     if usable and not args.no_probe:
         _print(_speed_lines(facts.machine.allowed_cores))
@@ -70,7 +75,7 @@ def kernel_version(release: str) -> tuple[int, int]:
 
 def _shm_bytes() -> int:
     try:
-        shm = os.statvfs("/dev/shm")
+        shm = os.statvfs(_SHM)
     except OSError:
         return 0
     return shm.f_blocks * shm.f_frsize
@@ -118,6 +123,11 @@ def _memory_lines(facts: Facts) -> Iterable[tuple[str, str]]:
         f"anonymous {pages.anonymous or 'unknown'}, shared {pages.shared or 'unknown'}",
     )
     yield "/dev/shm", f"{facts.shm_bytes / 1e9:.1f} GB"
+
+
+def _segment_lines(directory: Path) -> Iterable[tuple[str, str]]:
+    for name, text in group_lines(directory):
+        yield "segments", f"{name}: {text}"
 
 
 def _kernel_lines(facts: Facts) -> Iterable[tuple[str, str]]:

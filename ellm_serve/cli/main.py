@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ellm_serve.cli import chat, doctor, generate, plan, warmup
+from ellm_serve.cli import chat, clean, doctor, generate, plan, warmup
 from ellm_serve.cli.verb import Verb
 from ellm_serve.errors import ConfigError, EllmError
 from ellm_serve.version import __version__
@@ -26,6 +26,7 @@ VERBS: dict[str, Verb] = {
     "plan": plan,
     "doctor": doctor,
     "warmup": warmup,
+    "clean": clean,
 }
 
 

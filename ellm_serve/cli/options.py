@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from ellm_serve.llm import LLM
     from ellm_serve.request import SamplingParams
 
-_ENGINE = ("model", "revision", "sequence_length", "batch_size", "threads", "offline", "cache_dir")
+_ENGINE = (
+    "model", "revision", "sequence_length", "batch_size", "threads", "offline", "cache_dir",
+    "sockets", "expert_split", "workers", "housekeeping_cores", "keep_weights",
+)  # fmt: skip
 _SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "seed",
@@ -31,11 +34,35 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--batch-size", "--max-num-seqs", type=int, help="slots, and rows of a decode step"
     )
     parser.add_argument("--threads", type=int, help="compute threads (default: all cores)")
+    parser.add_argument(
+        "--sockets", type=_auto_or_count, metavar="auto|N",
+        help="cut the model over sockets, each a Ray worker (default: one, in this process)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--expert-split", choices=("slice", "whole"), help="how experts are cut (default: slice)"
+    )
+    parser.add_argument(
+        "--workers", choices=("threads", "ray"), help="sockets in this process, or Ray workers"
+    )
+    parser.add_argument(
+        "--housekeeping-cores", type=int, metavar="N", help="cores left free of compute threads"
+    )
+    parser.add_argument(
+        "--keep-weights", action="store_true", default=None,
+        help="Ray workers' packed weights stay in shared memory for a faster start",
+    )  # fmt: skip
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as fields of `EngineConfig`."""
-    return {name: value for name in _ENGINE if (value := vars(args)[name]) is not None}
+    given = {name: value for name in _ENGINE if (value := vars(args)[name]) is not None}
+    if "workers" not in given and given.get("sockets", 1) != 1:
+        given["workers"] = "ray"
+    return given
+
+
+def _auto_or_count(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

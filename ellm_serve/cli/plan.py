@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
     from ellm_serve.cluster.startup import load_model_config
 
     model = load_model_config(config)[1]
-    threads, ceiling = report.machine_for(config, args.bandwidth, args.peak)
-    memory = report.plan_for(config, model, threads, args.available)
-    stages = report.stages_for(config, model, memory.plan, threads, args.rows, args.context)
+    team, ceiling = report.machine_for(config, args.bandwidth, args.peak)
+    memory = report.plan_for(config, model, team, args.available)
+    stages = report.stages_for(config, model, memory.plan, team, args.rows, args.context)
     show = report.as_json if args.json else report.as_text
-    print(show(config.model, memory, stages, ceiling, threads))
+    print(show(config.model, memory, stages, ceiling, team))
     if memory.refusal is not None:
         raise memory.refusal
     return 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ellm_serve.cluster.memory import Memory
-from ellm_serve.cluster.startup import choose_cores, sizes_of
+from ellm_serve.cluster.startup import choose_places, sizes_of
 from ellm_serve.cluster.topology import Machine
 from ellm_serve.config import EngineConfig
 from ellm_serve.errors import MemoryPlanError
@@ -18,6 +18,7 @@ from ellm_serve.graph.program import Ceiling, OpCost, cost, lower, roofline_s
 from ellm_serve.graph.qwen3 import Bases, build_qwen3
 from ellm_serve.graph.tensor import Mode
 from ellm_serve.model.config import ModelConfig
+from ellm_serve.model.sharding import ExpertSplit, Shard
 from ellm_serve.model.weights import WeightLayout
 
 _CONTEXT = 4096
@@ -46,31 +47,44 @@ class Stage:
     num_barriers: int
 
 
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Sockets, and threads of each."""
+
+    sockets: int
+    threads: int
+
+    def __str__(self) -> str:
+        each = f"{self.threads} threads"
+        return each if self.sockets == 1 else f"{self.sockets} sockets of {each}"
+
+
 def machine_for(
     config: EngineConfig, bandwidth: int | None, peak: int | None
-) -> tuple[int, Ceiling]:
-    """Threads and ceiling: what was given, and what is missing measured on this machine."""
+) -> tuple[Team, Ceiling]:
+    """Sockets and ceiling: what was given, and what is missing measured on this machine."""
     if bandwidth is not None and peak is not None:
         # Another machine may be meant, so its number of threads is not checked against this one.
         threads = config.threads or len(Machine.discover().allowed_cores)
-        return threads, Ceiling(bandwidth, peak)
+        count = config.sockets or 1
+        return Team(count, max(1, threads // count)), Ceiling(bandwidth, peak)
     from ellm_kernels.jit import compile_all
     from ellm_serve.cluster.probe import measure_ceiling
 
     compile_all()
-    cores = choose_cores(config, Machine.discover().allowed_cores)
-    measured = measure_ceiling(cores)
+    places = choose_places(config, Machine.discover())
+    measured = measure_ceiling(tuple(core for place in places for core in place.cores))
     ceiling = Ceiling(bandwidth or measured.bytes_per_s, peak or measured.flops_per_s)
-    return len(cores), ceiling
+    return Team(len(places), len(places[0].cores)), ceiling
 
 
 def plan_for(
-    config: EngineConfig, model: ModelConfig, threads: int, available: int | None
+    config: EngineConfig, model: ModelConfig, team: Team, available: int | None
 ) -> MemoryReport:
     """The memory plan, also when it does not fit."""
     if available is None:
         available = Memory.read().available_bytes
-    sizes = sizes_of(config, threads)
+    sizes = sizes_of(config, team.threads, team.sockets)
     planner = Planner(model, sizes, available)
     longest = planner.longest(planner.starts, config.batch_size)
     refusal = None
@@ -92,14 +106,16 @@ def stages_for(
     config: EngineConfig,
     model: ModelConfig,
     plan: MemoryPlan,
-    threads: int,
+    team: Team,
     rows: int,
     context: int | None,
 ) -> list[Stage]:
-    """A decode step of `rows` rows, and a full prefill block."""
+    """A decode step of `rows` rows, and a full prefill block, as one of the sockets sees them."""
     length = plan.kv.sequence_length
     context = min(_CONTEXT, length) if context is None else context
-    ops, activations = build_qwen3(model, WeightLayout.from_config(model), plan.kv, Bases())
+    shard = Shard(model, 0, team.sockets, ExpertSplit(config.expert_split))
+    kv = replace(plan.kv, num_kv_heads=shard.kv_heads.size)
+    ops, activations = build_qwen3(shard, WeightLayout.from_shard(shard), kv, Bases())
     block = min(config.prefill_block, length)
     loads = {
         Mode.FEW: ("decode step", Load(rows, context, rows)),
@@ -107,23 +123,30 @@ def stages_for(
     }
     stages = []
     for mode, (name, load) in loads.items():
-        arena = activations.arena(mode, load.rows, load.logit_rows, threads, length)
+        arena = activations.arena(mode, load.rows, load.logit_rows, team.threads, length)
         table = lower(ops, arena, _UNDIVIDED)
         stages.append(Stage(name, load, ops, table.num_barriers))
     return stages
 
 
 def as_text(
-    name: str, memory: MemoryReport, stages: list[Stage], ceiling: Ceiling, threads: int
+    name: str, memory: MemoryReport, stages: list[Stage], ceiling: Ceiling, team: Team
 ) -> str:
     """For people."""
     lines = [
-        f"{name} on {threads} threads: {ceiling.bytes_per_s / 1e9:.1f} GB/s,"
+        f"{name} on {team}: {ceiling.bytes_per_s / 1e9:.1f} GB/s,"
         f" {ceiling.flops_per_s / 1e9:.0f} GFLOP/s"
     ]
+    if team.sockets > 1:
+        lines += ["bytes, operations and times of each socket:"]
     for stage in stages:
-        lines += ["", *_stage_lines(stage, ceiling)]
+        lines += ["", *_stage_lines(stage, _share(ceiling, team))]
     return "\n".join([*lines, "", *_memory_lines(memory)])
+
+
+def _share(ceiling: Ceiling, team: Team) -> Ceiling:
+    """One socket's part of what all do together."""
+    return Ceiling(ceiling.bytes_per_s / team.sockets, ceiling.flops_per_s / team.sockets)
 
 
 def _stage_lines(stage: Stage, ceiling: Ceiling) -> Iterator[str]:
@@ -163,7 +186,7 @@ def _memory_lines(memory: MemoryReport) -> Iterator[str]:
         "activations, decode": plan.decode_bytes,
         "activations, prefill": plan.prefill_bytes,
         "rotary tables": plan.rotary_bytes,
-        "mailboxes": plan.mailbox_bytes,
+        "mailboxes, exchanges": plan.shared_bytes,
         "Python and kernels": plan.runtime_bytes,
     }
     for part, size in parts.items():
@@ -190,16 +213,16 @@ def _memory_lines(memory: MemoryReport) -> Iterator[str]:
 
 
 def as_json(
-    name: str, memory: MemoryReport, stages: list[Stage], ceiling: Ceiling, threads: int
+    name: str, memory: MemoryReport, stages: list[Stage], ceiling: Ceiling, team: Team
 ) -> str:
     """For programs: every op of every layer, nothing folded."""
-    plan = memory.plan
+    plan, share = memory.plan, _share(ceiling, team)
     program = {
         stage.name.replace(" ", "_"): asdict(stage.load)
         | {
             "barriers": stage.num_barriers,
-            "predicted_s": roofline_s(stage.ops, stage.load, ceiling),
-            "ops": [asdict(op) for op in cost(stage.ops, stage.load, ceiling)],
+            "predicted_s": roofline_s(stage.ops, stage.load, share),
+            "ops": [asdict(op) for op in cost(stage.ops, stage.load, share)],
         }
         for stage in stages
     }
@@ -213,7 +236,7 @@ def as_json(
         "most_slots": memory.most_slots,
         "fits": memory.refusal is None,
     }
-    machine = asdict(ceiling) | {"threads": threads}
+    machine = asdict(ceiling) | {"threads": team.sockets * team.threads, "sockets": team.sockets}
     return json.dumps(
         {"model": name, "machine": machine, "memory": asdict(plan) | sizes} | program, indent=1
     )

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import ExitStack
+
+from ellm_kernels import load_entries
+from ellm_kernels.jit import compile_all
+from ellm_serve.cluster.group import WorkerGroup
+from ellm_serve.cluster.group_memory import GroupMemory
+from ellm_serve.cluster.local_ray import start_local_ray
 from ellm_serve.cluster.startup import Start
 from ellm_serve.engine.engine import Engine
+from ellm_serve.engine.executor import Executor
+from ellm_serve.engine.group import GroupOptions
 from ellm_serve.engine.loading import load_executor
-from ellm_serve.engine.solo import ExecutorOptions
+from ellm_serve.model.checkpoint import Checkpoint
 from ellm_serve.model.generation_config import GenerationDefaults, end_token_ids
+from ellm_serve.model.sharding import ExpertSplit
+
+logger = logging.getLogger(__name__)
 
 
 def launch_engine(start: Start, progress: bool = False) -> Engine:
@@ -16,20 +29,11 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
         StartupError: the checkpoint cannot be loaded.
     """
     config = start.config
-    assert config.sequence_length is not None and config.kv_budget_bytes is not None
-    executor = load_executor(
-        start.model_dir,
-        start.model,
-        ExecutorOptions(
-            start.cores,
-            num_slots=config.batch_size,
-            sequence_length=config.sequence_length,
-            prefill_block=config.prefill_block,
-            max_logit_rows=config.max_logit_rows,
-            kv_budget_bytes=config.kv_budget_bytes,
-        ),
-        progress,
-    )
+    executor: Executor
+    if config.workers == "ray":
+        executor = launch_workers(start)
+    else:
+        executor = load_executor(start.model_dir, start.model, group_options(start), progress)
     return Engine(
         executor,
         eos_token_ids=end_token_ids(start.model, GenerationDefaults.from_dir(start.model_dir)),
@@ -38,3 +42,44 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
         prefill_budget_s=config.prefill_budget_s,
         fork_threshold=config.fork_threshold,
     )
+
+
+def group_options(start: Start) -> GroupOptions:
+    """What a group of sockets needs to know of a start."""
+    config = start.config
+    assert config.sequence_length is not None and config.kv_budget_bytes is not None
+    return GroupOptions(
+        tuple(place.cores for place in start.places),
+        num_slots=config.batch_size,
+        sequence_length=config.sequence_length,
+        prefill_block=config.prefill_block,
+        max_logit_rows=config.max_logit_rows,
+        kv_budget_bytes=config.kv_budget_bytes,
+        expert_split=ExpertSplit(config.expert_split),
+    )
+
+
+def launch_workers(start: Start) -> WorkerGroup:
+    """A Ray worker per socket; Ray itself is started if no cluster is there.
+
+    Raises:
+        StartupError: Ray, shared memory or the checkpoint does not allow it.
+    """
+    Checkpoint.open(start.model_dir).reconcile(start.model)
+    # Before the workers, which then load what they would all have compiled at once.
+    load_entries()
+    logger.info("%s", compile_all())
+    options = group_options(start)
+    with ExitStack() as stack:
+        session = stack.enter_context(start_local_ray(len(start.places)))
+        memory = GroupMemory.open(
+            start.model_dir,
+            start.model,
+            options,
+            start.places,
+            keep_weights=start.config.keep_weights,
+        )
+        stack.callback(memory.close)
+        group = WorkerGroup(start.model_dir, start.model, options, start.places, memory, session)
+        stack.pop_all()
+    return group

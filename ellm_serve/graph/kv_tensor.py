@@ -13,18 +13,23 @@ import numpy as np
 
 from ellm_kernels.kv_layout import CHUNK, head_bytes, layer_bytes
 from ellm_serve.errors import KVExhausted
-from ellm_serve.model.region import HUGE_PAGE, Region, round_up
+from ellm_serve.model.region import HUGE_PAGE, Memory, round_up
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Dimensions and byte strides; layout `[slot][chunk][layer][kv_head]{keys, values}`."""
+    """Dimensions and byte strides; layout `[slot][chunk][layer][kv_head]{keys, values}`.
+
+    `num_sockets`: for a plan, whose sizes are those of as many tensors with a share of the kv-heads
+    each.
+    """
 
     num_slots: int
     sequence_length: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    num_sockets: int = 1
 
     @property
     def head_bytes(self) -> int:
@@ -37,7 +42,8 @@ class KVShape:
     @property
     def chunk_bytes(self) -> int:
         """One chunk of all layers, in whole huge pages."""
-        return round_up(self.num_layers * self.layer_bytes, HUGE_PAGE)
+        share = self.num_layers * self.layer_bytes // self.num_sockets
+        return self.num_sockets * round_up(share, HUGE_PAGE)
 
     @property
     def chunks_per_slot(self) -> int:
@@ -60,15 +66,16 @@ class KVShape:
 class KVTensor:
     """The memory behind a `KVShape`, with a budget on what may be committed."""
 
-    def __init__(self, shape: KVShape, budget_bytes: int) -> None:
+    def __init__(self, shape: KVShape, memory: Memory, budget_bytes: int) -> None:
+        assert memory.size_bytes >= shape.size_bytes
         self.shape = shape
         self.budget_bytes = budget_bytes
-        self.region = Region(shape.size_bytes)
+        self._memory = memory
         self._committed = [0] * shape.num_slots  # chunks
 
     @property
     def address(self) -> int:
-        return self.region.address
+        return self._memory.address
 
     @property
     def committed_bytes(self) -> int:
@@ -91,7 +98,7 @@ class KVTensor:
                 f" {self.budget_bytes >> 20} MiB budget; {size >> 20} MiB more are needed"
             )
         try:
-            self.region.commit(self._offset(slot, self._committed[slot]), size)
+            self._memory.commit(self._offset(slot, self._committed[slot]), size)
         except MemoryError as error:
             raise KVExhausted(str(error)) from error
         self._committed[slot] = chunks
@@ -100,7 +107,7 @@ class KVTensor:
         """Gives a slot's memory back."""
         if self._committed[slot]:
             size = self._committed[slot] * self.shape.chunk_bytes
-            self.region.discard(self._offset(slot, 0), size)
+            self._memory.discard(self._offset(slot, 0), size)
             self._committed[slot] = 0
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -109,8 +116,7 @@ class KVTensor:
         self._bytes(target, size)[:] = self._bytes(source, size)
 
     def _bytes(self, slot: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        view = self.region.array(self._offset(slot, 0), (size,), np.uint8)
-        return view  # type: ignore[return-value]
+        return self._memory.array(self._offset(slot, 0), (size,), np.uint8)
 
     def _offset(self, slot: int, chunk: int) -> int:
         return slot * self.shape.slot_bytes + chunk * self.shape.chunk_bytes

@@ -16,6 +16,7 @@ import numpy as np
 from ellm_kernels import opcodes as oc
 from ellm_kernels.tiles import num_panels, num_up_panels, padded
 from ellm_serve.graph.tensor import Arena, Mode, Tensor
+from ellm_serve.model.sharding import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,14 @@ def _runs(count: int, run: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """residual = embedding of the token ids."""
+    """The embeddings of the token ids this socket holds; zeros for the others."""
 
     name: str
     table: int
     packed: bool
     hidden: int
+    first_token: int
+    num_tokens: int
     out: Tensor
 
     def dims(self) -> str:
@@ -115,29 +118,29 @@ class Embed:
         return load.rows * self.hidden * 2.0
 
     def lower(self, stage: Stage) -> list[Row]:
-        out = stage.arena[self.out]
         args = {
-            "table": self.table, "hidden": self.hidden, "out": out.address,
-            "out_private": out.private,
+            "table": self.table, "hidden": self.hidden, "first_token": self.first_token,
+            "num_tokens": self.num_tokens, "out": stage.arena[self.out].address,
         }  # fmt: skip
-        flags = oc.PRIVATE if stage.few else oc.SYNC
+        flags = oc.SYNC | oc.ALL_TEAMS
         return [Row(oc.EMBED_PACKED if self.packed else oc.EMBED, flags, args)]
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """residual += delta (if any); out = RMSNorm(residual) · weight.
+    """residual += all sockets' shares of delta; out = RMSNorm(residual) · weight.
 
-    `last`: only the rows whose logits are wanted, closed up.
+    `fresh`: the residual starts here. `last`: only the rows whose logits are wanted, closed up.
     """
 
     name: str
     residual: Tensor
-    delta: Tensor | None
+    delta: Tensor
     weight: int
     eps: float
     hidden: int
     out: Tensor
+    fresh: bool = False
     last: bool = False
 
     def dims(self) -> str:
@@ -151,11 +154,12 @@ class RmsNorm:
 
     def lower(self, stage: Stage) -> list[Row]:
         residual, out = stage.arena[self.residual], stage.arena[self.out]
+        shares = stage.arena.exchange(self.delta)
         args = {
             "residual": residual.address, "residual_private": residual.private,
-            "delta": stage.arena[self.delta].address if self.delta else 0, "weight": self.weight,
-            "eps": float_bits(self.eps), "hidden": self.hidden, "out": out.address,
-            "out_private": out.private,
+            "delta": shares.base, "delta_stride": shares.stride, "num_deltas": shares.count,
+            "fresh": int(self.fresh), "weight": self.weight, "eps": float_bits(self.eps),
+            "hidden": self.hidden, "out": out.address, "out_private": out.private,
         }  # fmt: skip
         flags = oc.PRIVATE if stage.few else oc.SYNC
         return [Row(oc.LAST_NORM if self.last else oc.NORM, flags, args)]
@@ -163,7 +167,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """out[rows, outputs] = x[rows, inputs] · weightᵀ."""
+    """out[rows, outputs] = x[rows, inputs] · weightᵀ. `shared`: other sockets read out."""
 
     name: str
     x: Tensor
@@ -172,6 +176,7 @@ class Linear:
     outputs: int
     out: Tensor
     last: bool = False
+    shared: bool = False
 
     def dims(self) -> str:
         rows = "logit rows" if self.last else "rows"
@@ -196,16 +201,18 @@ class Linear:
             "row_run": run,
         }  # fmt: skip
         part = 0 if self.last else stage.part_rows(2.0 * self.inputs * self.outputs)
-        return [Row(oc.LINEAR, oc.SYNC, args, part)]
+        flags = oc.SYNC | (oc.ALL_TEAMS if self.shared else 0)
+        return [Row(oc.LINEAR, flags, args, part)]
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Top-k of the softmax over experts, then the rows of every expert."""
+    """Top-k of the softmax over all experts, then the rows of every expert this socket holds."""
 
     name: str
     logits: Tensor
     num_experts: int
+    held: Part
     top_k: int
     renormalise: bool
     ids: Tensor
@@ -232,13 +239,14 @@ class Router:
         chosen = {
             "ids": ids.address, "ids_private": ids.private, "weights": weights.address,
             "weights_private": weights.private, "top_k": self.top_k,
-            "num_experts": self.num_experts,
         }  # fmt: skip
         route = chosen | {
+            "num_experts": self.num_experts,
             "logits": logits.address, "logits_stride": logits.row_bytes,
             "renormalise": int(self.renormalise),
         }  # fmt: skip
         grouped = chosen | {
+            "first_expert": self.held.begin, "num_experts": self.held.size,
             "group": group.address, "group_private": group.private, "counts": counts.address,
             "counts_private": counts.private,
         }  # fmt: skip
@@ -269,7 +277,10 @@ class AllRows:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """delta[row] = Σ over its experts of weight · down(SiLU(gate(x)) · up(x))."""
+    """This socket's share of Σ over a row's experts of weight · down(SiLU(gate(x)) · up(x)).
+
+    `num_experts` are those held here, `share` is their part of all.
+    """
 
     name: str
     x: Tensor
@@ -283,16 +294,17 @@ class Experts:
     activated: Tensor
     scratch: Tensor
     out: Tensor
+    share: float = 1.0
 
     def dims(self) -> str:
         experts = f"{self.top_k} of {self.num_experts}"
         return f"[rows, {self.hidden}] · {experts} × 3 × {self.intermediate}"
 
     def flops(self, load: Load) -> float:
-        return 6.0 * self.hidden * self.intermediate * self.top_k * load.rows
+        return 6.0 * self.hidden * self.intermediate * self.top_k * self.share * load.rows
 
     def bytes(self, load: Load) -> float:
-        unused = (1.0 - self.top_k / self.num_experts) ** load.rows
+        unused = (1.0 - self.top_k * self.share / self.num_experts) ** load.rows
         return 6.0 * self.hidden * self.intermediate * self.num_experts * (1.0 - unused)
 
     def lower(self, stage: Stage) -> list[Row]:
@@ -332,4 +344,4 @@ class Experts:
             "scratch_private": scratch.private,
         }  # fmt: skip
         part = stage.part_rows(self.flops(Load(1, 0, 0)) / 3)
-        return Row(oc.EXPERTS_DOWN, oc.SYNC, args, part)
+        return Row(oc.EXPERTS_DOWN, oc.SYNC | oc.ALL_TEAMS, args, part)

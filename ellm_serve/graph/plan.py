@@ -8,18 +8,18 @@ is left over is the budget that all slots share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from ellm_kernels.control import CONTROL_BYTES
 from ellm_kernels.kv_layout import CHUNK
-from ellm_kernels.opcodes import OP_BYTES
 from ellm_serve.errors import ConfigError, MemoryPlanError
+from ellm_serve.graph.group_layout import GroupLayout, StepSizes
 from ellm_serve.graph.kv_tensor import KVShape
 from ellm_serve.graph.qwen3 import Activations
 from ellm_serve.graph.rotary import rotary_bytes
 from ellm_serve.graph.tensor import Mode
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.region import HUGE_PAGE, round_up
+from ellm_serve.model.sharding import ExpertSplit, Shard
 from ellm_serve.model.weights import LayerPlaces, Place, WeightLayout
 
 # Python, NumPy, Numba with LLVM, tokenizer and all compiled kernels: resident size of a process
@@ -29,8 +29,6 @@ RUNTIME_BYTES = 350_000_000
 # running into a control group's limit is death, not an error code.
 _KEPT_FREE = 32
 _MAX_BATCH = 1 << 20
-# Rows of the table per layer and mode, generously.
-_TABLE_ROWS_PER_LAYER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,9 @@ class Sizes:
     `kv_budget_bytes` None: all that is left."""
 
     num_slots: int
-    num_threads: int
+    num_threads: int  # of each socket
+    num_sockets: int = 1
+    expert_split: ExpertSplit = ExpertSplit.SLICE
     sequence_length: int | None = None
     prefill_block: int = 2048
     max_logit_rows: int = 32
@@ -69,6 +69,10 @@ class WeightBytes:
             lm_head=_size(layout.lm_head),
         )
 
+    def times(self, count: int) -> WeightBytes:
+        """The same on every one of `count` sockets."""
+        return WeightBytes(**{name: size * count for name, size in asdict(self).items()})
+
     @property
     def total(self) -> int:
         return (
@@ -95,7 +99,7 @@ class MemoryPlan:
     decode_bytes: int
     prefill_bytes: int
     rotary_bytes: int
-    mailbox_bytes: int
+    shared_bytes: int
     available_bytes: int
     kv_budget_bytes: int
     warning: str | None = None
@@ -116,7 +120,7 @@ class MemoryPlan:
         """Taken at start, before the first token."""
         return (
             self.weights_bytes + self.decode_bytes + self.prefill_bytes + self.rotary_bytes
-            + self.mailbox_bytes + self.runtime_bytes
+            + self.shared_bytes + self.runtime_bytes
         )  # fmt: skip
 
     @property
@@ -148,25 +152,28 @@ class Planner:
 
     def __init__(self, model: ModelConfig, sizes: Sizes, available_bytes: int) -> None:
         self._model = model
-        self._layout = WeightLayout.from_config(model)
-        self._activations = Activations(model)
+        self._shard = Shard(model, 0, sizes.num_sockets, sizes.expert_split)
+        self._layout = WeightLayout.from_shard(self._shard)
+        self._activations = Activations(self._shard)
         self._sizes = sizes
         self._available = available_bytes
 
     def plan(self, length: int, num_slots: int) -> MemoryPlan:
         """The plan for these sizes, whether it fits or not (then the KV budget is too small)."""
-        sizes, model = self._sizes, self._model
-        kv = KVShape(num_slots, length, model.num_layers, model.num_kv_heads, model.head_dim)
+        sizes, model, count = self._sizes, self._model, self._sizes.num_sockets
+        # The heads of all sockets: more than the model has where they are replicated.
+        kv_heads = count * self._shard.kv_heads.size
+        kv = KVShape(num_slots, length, model.num_layers, kv_heads, model.head_dim, count)
         plan = MemoryPlan(
-            weights=WeightBytes.of(self._layout),
-            weights_bytes=round_up(self._layout.size_bytes, HUGE_PAGE),
+            weights=WeightBytes.of(self._layout).times(count),
+            weights_bytes=count * round_up(self._layout.size_bytes, HUGE_PAGE),
             kv=kv,
             decode_bytes=self._arena_bytes(Mode.FEW, num_slots, num_slots, length),
             prefill_bytes=self._arena_bytes(
                 Mode.MANY, sizes.prefill_block, sizes.max_logit_rows, length
             ),
-            rotary_bytes=round_up(rotary_bytes(model, length), HUGE_PAGE),
-            mailbox_bytes=self._mailbox_bytes(num_slots),
+            rotary_bytes=count * round_up(rotary_bytes(model, length), HUGE_PAGE),
+            shared_bytes=self._shared_bytes(num_slots),
             available_bytes=self._available,
             kv_budget_bytes=0,
         )
@@ -177,15 +184,16 @@ class Planner:
     def _arena_bytes(self, mode: Mode, rows: int, logit_rows: int, length: int) -> int:
         threads = self._sizes.num_threads
         arena = self._activations.arena(mode, rows, logit_rows, threads, length)
-        return round_up(arena.size_bytes, HUGE_PAGE)
+        return self._sizes.num_sockets * round_up(arena.size_bytes, HUGE_PAGE)
 
-    def _mailbox_bytes(self, num_slots: int) -> int:
-        """Control block, and table, times and rows of both modes."""
-        table_rows = _TABLE_ROWS_PER_LAYER * (self._model.num_layers + 1)
-        rows = num_slots + self._sizes.prefill_block
-        tables = 2 * table_rows * (OP_BYTES + 16 * self._sizes.num_threads)
-        return round_up(CONTROL_BYTES + tables + rows * (64 + 8 * self._model.num_kv_heads),
-                        HUGE_PAGE)  # fmt: skip
+    def _shared_bytes(self, num_slots: int) -> int:
+        """Control block, mailboxes, exchanges and logits."""
+        sizes = self._sizes
+        block = sizes.prefill_block
+        few = StepSizes(Mode.FEW, num_slots, num_slots)
+        many = StepSizes(Mode.MANY, block, min(sizes.max_logit_rows, block))
+        layout = GroupLayout(self._shard, sizes.num_threads, few, many)
+        return round_up(layout.size_bytes, HUGE_PAGE)
 
     def starts(self, length: int, num_slots: int) -> bool:
         """Whether one slot can be filled to its end."""

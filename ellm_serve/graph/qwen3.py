@@ -1,13 +1,14 @@
 """Qwen3 and Qwen3-MoE as a list of ops; reads like the forward pass.
 
-    residual = embedding(token)
-    per layer:  delta = o_proj(attention(qkv(norm(residual))))
+    delta = embedding(token)
+    per layer:  residual += delta
+                delta = o_proj(attention(qkv(norm(residual))))
                 residual += delta
                 delta = experts(norm(residual))        (a dense MLP is one expert for every row)
-                residual += delta
-    logits = lm_head(norm(residual))                   (wanted rows only)
+    logits = lm_head(norm(residual + delta))           (wanted rows only)
 
-A delta is added by the norm that follows it.
+With several sockets each computes its shard of every product; a delta then is one share per socket,
+and the norm that follows adds up the shares in the order of the sockets.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ellm_kernels.kv_layout import CHUNK
 from ellm_serve.graph.attention_op import Attention
 from ellm_serve.graph.kv_tensor import KVShape
 from ellm_serve.graph.ops import AllRows, Embed, Experts, Linear, Op, RmsNorm, Router
-from ellm_serve.graph.tensor import Arena, Mode, Per, Tensor, bf16_rows, f32_rows
+from ellm_serve.graph.tensor import Arena, Exchange, Mode, Per, Tensor, bf16_rows, f32_rows
 from ellm_serve.model.config import ModelConfig
+from ellm_serve.model.sharding import Shard
 from ellm_serve.model.weights import LayerPlaces, WeightLayout
 
 
@@ -36,11 +38,22 @@ class Bases:
     sin: int = 0
 
 
-class Activations:
-    """The tensors of a model, and the arenas that hold them."""
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """Where the tensors lie that sockets share, for one mode; all 0 in a plan."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    attention: Exchange = Exchange()
+    mlp: Exchange = Exchange()
+    logits: Exchange = Exchange()
+
+
+class Activations:
+    """The tensors of one socket's share of a model, and the arenas that hold them."""
+
+    def __init__(self, shard: Shard) -> None:
+        config = shard.local
         self._config = config
+        self._width = shard.vocabulary_width * shard.count
         experts, top_k = max(config.num_experts, 1), max(config.num_experts_per_tok, 1)
         widest = max(
             config.moe_intermediate_size * top_k,
@@ -51,41 +64,51 @@ class Activations:
         self.qkv = f32_rows("qkv", config.q_size + 2 * config.kv_size)
         self.q = bf16_rows("q", config.q_size, only=Mode.MANY)
         self.attended = bf16_rows("attended", config.q_size)
-        self.delta = f32_rows("delta", config.hidden_size)
+        self.attention_delta = f32_rows("attention_delta", config.hidden_size)
+        self.mlp_delta = f32_rows("mlp_delta", config.hidden_size)
         self.router_logits = f32_rows("router_logits", experts)
         self.expert_ids = Tensor("expert_ids", 4 * top_k, local=True)
         self.expert_weights = Tensor("expert_weights", 4 * top_k, local=True)
         # Each assignment's activated row is padded to whole panels.
         self.activated = Tensor("activated", 2 * (widest + 64 * top_k))
         self.last_normed = bf16_rows("last_normed", config.hidden_size, Per.LOGIT_ROW, local=True)
-        self.logits = f32_rows("logits", config.vocab_size, Per.LOGIT_ROW)
+        self.logits = Tensor("logits", 4 * self._width, Per.LOGIT_ROW)
 
     def sized(self, num_rows: int, sequence_length: int) -> list[Tensor]:
-        """All tensors, those included whose size is not a multiple of the rows."""
+        """The socket's own tensors, those included whose size is not a multiple of the rows."""
         config = self._config
         experts, top_k = max(config.num_experts, 1), max(config.num_experts_per_tok, 1)
         d = config.head_dim
         chunks = num_rows * -(-sequence_length // CHUNK)
-        few = Mode.FEW
+        scratch = max(attention_scratch_bytes(d), decode_scratch_bytes(d), SCRATCH_BYTES)
+        pieces = decode_pieces_bytes(chunks, config.num_heads, d)
         return [
-            self.residual, self.normed, self.qkv, self.q, self.attended, self.delta,
-            self.router_logits, self.expert_ids, self.expert_weights, self.activated,
-            self.last_normed, self.logits,
+            self.residual, self.normed, self.qkv, self.q, self.attended, self.router_logits,
+            self.expert_ids, self.expert_weights, self.activated, self.last_normed,
             Tensor(GROUP.name, group_bytes(experts, num_rows * top_k), Per.STEP, local=True),
             Tensor(COUNTS.name, 4 * experts, Per.THREAD),
-            Tensor(SCRATCH.name, max(attention_scratch_bytes(d), decode_scratch_bytes(d),
-                                     SCRATCH_BYTES), Per.THREAD),
-            Tensor(PIECES.name, -(-decode_pieces_bytes(chunks, config.num_heads, d) // num_rows),
-                   only=few),
+            Tensor(SCRATCH.name, scratch, Per.THREAD),
+            Tensor(PIECES.name, -(-pieces // num_rows), only=Mode.FEW),
         ]  # fmt: skip
 
     def arena(
-        self, mode: Mode, rows: int, logit_rows: int, threads: int, length: int, base: int = 0
+        self,
+        mode: Mode,
+        rows: int,
+        logit_rows: int,
+        threads: int,
+        length: int,
+        base: int = 0,
+        exchanges: Exchanges | None = None,
     ) -> Arena:
         """An arena of a mode with every tensor in it."""
         arena = Arena(mode, rows, logit_rows, threads, base)
         for tensor in self.sized(rows, length):
             arena.add(tensor)
+        exchanges = exchanges or Exchanges()
+        arena.share(self.attention_delta, exchanges.attention)
+        arena.share(self.mlp_delta, exchanges.mlp)
+        arena.share(self.logits, exchanges.logits)
         return arena
 
 
@@ -97,26 +120,28 @@ PIECES = Tensor("pieces", 0)
 
 
 def build_qwen3(
-    config: ModelConfig, layout: WeightLayout, kv: KVShape, bases: Bases
+    shard: Shard, layout: WeightLayout, kv: KVShape, bases: Bases
 ) -> tuple[list[Op], Activations]:
-    """The ops of one forward pass, in order."""
-    a = Activations(config)
+    """The ops of one forward pass on one socket, in order."""
+    config, held = shard.local, shard.vocabulary
+    a = Activations(shard)
     w = bases.weights
     table = layout.embedding or layout.lm_head
     ops: list[Op] = [
-        Embed("embed", w + table.offset, layout.embedding is None, config.hidden_size, a.residual)
-    ]
+        Embed("embed", w + table.offset, layout.embedding is None, config.hidden_size, held.begin,
+              held.size, a.mlp_delta)
+    ]  # fmt: skip
     for index, layer in enumerate(layout.layers):
         ops += _attention_ops(config, layer, kv, bases, a, index)
-        ops += _mlp_ops(config, layer, w, a, index)
+        ops += _mlp_ops(shard, layer, w, a, index)
     norm = layout.final_norm
     ops.append(
-        RmsNorm("final_norm", a.residual, a.delta, w + norm.offset, config.rms_norm_eps,
+        RmsNorm("final_norm", a.residual, a.mlp_delta, w + norm.offset, config.rms_norm_eps,
                 config.hidden_size, a.last_normed, last=True)
     )  # fmt: skip
     ops.append(
-        Linear("lm_head", a.last_normed, w + layout.lm_head.offset, config.hidden_size,
-               config.vocab_size, a.logits, last=True)
+        Linear("lm_head", a.last_normed, w + layout.lm_head.offset, config.hidden_size, held.size,
+               a.logits, last=True, shared=True)
     )  # fmt: skip
     return ops, a
 
@@ -125,10 +150,9 @@ def _attention_ops(
     config: ModelConfig, layer: LayerPlaces, kv: KVShape, bases: Bases, a: Activations, index: int
 ) -> list[Op]:
     w, eps, hidden = bases.weights, config.rms_norm_eps, config.hidden_size
-    delta = a.delta if index else None
     return [
-        RmsNorm(f"{index}.input_norm", a.residual, delta, w + layer.input_norm.offset, eps,
-                hidden, a.normed),
+        RmsNorm(f"{index}.input_norm", a.residual, a.mlp_delta, w + layer.input_norm.offset, eps,
+                hidden, a.normed, fresh=index == 0),
         Linear(f"{index}.qkv", a.normed, w + layer.qkv.offset, hidden, layer.qkv.outputs, a.qkv),
         Attention(
             f"{index}.attention", a.qkv, w + layer.q_norm.offset, w + layer.k_norm.offset, eps,
@@ -136,21 +160,21 @@ def _attention_ops(
             a.attended,
         ),
         Linear(f"{index}.o_proj", a.attended, w + layer.o_proj.offset, config.q_size, hidden,
-               a.delta),
+               a.attention_delta, shared=True),
     ]  # fmt: skip
 
 
-def _mlp_ops(
-    config: ModelConfig, layer: LayerPlaces, w: int, a: Activations, index: int
-) -> list[Op]:
-    hidden, experts = config.hidden_size, layer.experts
-    norm = RmsNorm(f"{index}.post_norm", a.residual, a.delta, w + layer.post_norm.offset,
-                   config.rms_norm_eps, hidden, a.normed)  # fmt: skip
+def _mlp_ops(shard: Shard, layer: LayerPlaces, w: int, a: Activations, index: int) -> list[Op]:
+    config, experts = shard.local, layer.experts
+    hidden = config.hidden_size
+    norm = RmsNorm(f"{index}.post_norm", a.residual, a.attention_delta,
+                   w + layer.post_norm.offset, config.rms_norm_eps, hidden, a.normed)  # fmt: skip
     top_k = config.num_experts_per_tok if layer.router else 1
     mlp = Experts(
         f"{index}.experts" if layer.router else f"{index}.mlp", a.normed,
         w + experts.up.offset, w + experts.down.offset, hidden, experts.intermediate,
-        experts.num_experts, top_k, GROUP, a.activated, SCRATCH, a.delta,
+        experts.num_experts, top_k, GROUP, a.activated, SCRATCH, a.mlp_delta,
+        experts.num_experts / config.num_experts if layer.router else 1.0,
     )  # fmt: skip
     if layer.router is None:
         return [norm, AllRows(f"{index}.all_rows", GROUP), mlp]
@@ -158,7 +182,7 @@ def _mlp_ops(
         norm,
         Linear(f"{index}.router", a.normed, w + layer.router.offset, hidden, config.num_experts,
                a.router_logits),
-        Router(f"{index}.route", a.router_logits, config.num_experts, top_k,
+        Router(f"{index}.route", a.router_logits, config.num_experts, shard.experts, top_k,
                config.norm_topk_prob, a.expert_ids, a.expert_weights, GROUP, COUNTS),
         mlp,
     ]  # fmt: skip

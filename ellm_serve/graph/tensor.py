@@ -65,6 +65,16 @@ class Buffer:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Shares of a tensor: socket i's lies `i · stride` bytes behind `base`."""
+
+    base: int = 0
+    stride: int = 0
+    rank: int = 0
+    count: int = 1
+
+
 class Arena:
     """Lays tensors out one behind the other; the address is added once memory exists."""
 
@@ -77,6 +87,7 @@ class Arena:
         self.num_threads = num_threads
         self._base = base
         self._buffers: dict[str, Buffer] = {}
+        self._exchanges: dict[str, Exchange] = {}
         self.size_bytes = 0
 
     def add(self, tensor: Tensor) -> None:
@@ -92,6 +103,18 @@ class Arena:
         )
         # A gap of a line keeps the prefetch of one tensor's end out of the next one's start.
         self.size_bytes = round_up(self.size_bytes + total + _LINE, 4096)
+
+    def share(self, tensor: Tensor, exchange: Exchange) -> None:
+        """Places a tensor of which every socket has a share, in memory that all of them see."""
+        address = exchange.base + exchange.rank * exchange.stride
+        rows = self.num_logit_rows if tensor.per is Per.LOGIT_ROW else self.num_rows
+        size = tensor.row_bytes * rows
+        self._buffers[tensor.name] = Buffer(address, tensor.row_bytes, 0, size)
+        self._exchanges[tensor.name] = exchange
+
+    def exchange(self, tensor: Tensor) -> Exchange:
+        """Where the shares of a shared tensor lie."""
+        return self._exchanges[tensor.name]
 
     def __getitem__(self, tensor: Tensor) -> Buffer:
         return self._buffers[tensor.name]

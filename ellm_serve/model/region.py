@@ -7,6 +7,7 @@ pages (an error, not a signal, when there are none), `discard` gives them back.
 from __future__ import annotations
 
 import mmap
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -19,6 +20,26 @@ _MADV_POPULATE_WRITE = 23
 def round_up(size: int, unit: int) -> int:
     """The next multiple of unit."""
     return -(-size // unit) * unit
+
+
+class Memory(Protocol):
+    """Memory with a fixed address: of this process alone (`Region`) or shared and named."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def array(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """A view; the memory lives as long as any view of it."""
+        ...
+
+    def commit(self, offset: int, length: int) -> None:
+        """Takes memory for a range now, or raises MemoryError."""
+        ...
+
+    def discard(self, offset: int, length: int) -> None:
+        """Gives a range back; it reads as zeros afterwards."""
+        ...
 
 
 class Region:
@@ -56,10 +77,10 @@ class Region:
         begin = (self._shift + offset) // mmap.PAGESIZE * mmap.PAGESIZE
         return begin, self._shift + offset + length - begin
 
-    def array(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
+    def array(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """A view; the memory lives as long as the region or any view of it."""
         count = int(np.prod(shape))
-        view: NDArray[np.generic] = np.frombuffer(
-            self._map, dtype, count, self._shift + offset
-        ).reshape(shape)
+        view: NDArray[Any] = np.frombuffer(self._map, dtype, count, self._shift + offset).reshape(
+            shape
+        )
         return view

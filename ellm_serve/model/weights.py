@@ -13,6 +13,7 @@ from ellm_kernels.tiles import packed_bytes, packed_up_bytes
 from ellm_serve.errors import ModelError
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.region import round_up
+from ellm_serve.model.sharding import Shard
 
 _ALIGNMENT = 4096
 _PANEL = 64
@@ -64,13 +65,20 @@ class WeightLayout:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> WeightLayout:
+        """The layout of a model on one socket."""
+        return cls.from_shard(Shard(config))
+
+    @classmethod
+    def from_shard(cls, shard: Shard) -> WeightLayout:
+        """The layout of what one socket holds."""
+        config = shard.local
         _check_panels(config)
         cursor = _Cursor()
-        layers = tuple(_layer(cursor, config, moe) for moe in config.moe_layers)
-        tied = config.tie_word_embeddings
-        embedding = None if tied else cursor.table(config.vocab_size, config.hidden_size)
-        final_norm = cursor.vector(config.hidden_size)
-        lm_head = cursor.matrix(config.vocab_size, config.hidden_size)
+        layers = tuple(_layer(cursor, config, shard, moe) for moe in config.moe_layers)
+        rows, hidden = shard.vocabulary.size, config.hidden_size
+        embedding = None if config.tie_word_embeddings else cursor.table(rows, hidden)
+        final_norm = cursor.vector(hidden)
+        lm_head = cursor.matrix(rows, hidden)
         return cls(layers, embedding, final_norm, lm_head, cursor.size_bytes)
 
 
@@ -120,7 +128,7 @@ class _Cursor:
         return self._place(copies * packed_up_bytes(intermediate, inputs), intermediate, inputs)
 
 
-def _layer(cursor: _Cursor, config: ModelConfig, moe: bool) -> LayerPlaces:
+def _layer(cursor: _Cursor, config: ModelConfig, shard: Shard, moe: bool) -> LayerPlaces:
     hidden = config.hidden_size
     return LayerPlaces(
         input_norm=cursor.vector(hidden),
@@ -133,7 +141,7 @@ def _layer(cursor: _Cursor, config: ModelConfig, moe: bool) -> LayerPlaces:
         experts=_experts(
             cursor,
             hidden,
-            config.num_experts if moe else 1,
+            shard.experts.size if moe else 1,
             config.moe_intermediate_size if moe else config.intermediate_size,
         ),
     )

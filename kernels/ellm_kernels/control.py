@@ -1,8 +1,9 @@
-"""The control block: how the engine's thread and the pinned threads talk, and their barrier.
+"""The control block: how the engine's thread and the pinned threads talk, and their barriers.
 
-A block of int64 words, one cache line per word that somebody spins on. All functions take its
-address; it works within a process and in shared memory alike. A barrier never spins for ever: it
-gives up when the abort word is set, or when its deadline passes, and then sets the word itself.
+A block of int64 words, one cache line per word that somebody spins on. Behind the words that all
+share comes a *team* block per socket, for what only the threads of one socket meet in. Functions
+take addresses and work within a process and in shared memory alike. A barrier never spins for ever:
+it gives up when the abort word is set, or when its deadline passes, and then sets the word itself.
 """
 
 from __future__ import annotations
@@ -15,21 +16,30 @@ from ellm_kernels.system import cycles, futex_wait, futex_wake, sched_yield
 # Byte offsets of the words.
 STEP = 0  # number of the newest step; pinned threads sleep on it
 DONE = 64  # number of the newest finished step; the engine's thread sleeps on it
-ARRIVED = 128
+ARRIVED = 128  # teams that wait for the others
 GENERATION = 192
-WORK = 256  # next item of the running part
-YIELD = 320  # at a barrier's end: 1 if the running step is out of time
-ABORT = 384  # 0, or why the block is dead
-STOP = 448  # set when the threads shall leave
-DESCRIPTOR = 512  # address of the step's descriptor
-NUM_THREADS = 520
+FINISHED = 256  # teams that have finished the running step
+ABORT = 320  # 0, or why the block is dead
+STOP = 384  # set when the threads shall leave
+VERDICT = 448  # at the end of a barrier of all teams: 1 if the running step is out of time
+LANE = 512  # which of a team's descriptors the step is for
+NUM_TEAMS = 520
 SPIN_CYCLES = 528  # how long a thread spins for a next step before it sleeps
 BARRIER_CYCLES = 536  # how long a barrier may take
 LIMIT = 544  # cycle count after which a step should yield; 0: never
 TIMESPEC = 552  # the longest single sleep: two int64
-HEARTBEATS = 640  # per thread, one line: cycle count of its last sign of life
-MAX_THREADS = 512
-CONTROL_BYTES = HEARTBEATS + 64 * MAX_THREADS
+TEAMS = 640  # the team blocks
+
+# Byte offsets in a team block.
+TEAM_ARRIVED = 0
+TEAM_GENERATION = 64
+TEAM_WORK = 128  # next item of the running part
+TEAM_YIELD = 192  # the verdict of the last barrier
+TEAM_SIZE = 256  # threads
+TEAM_LANES = 264  # addresses of the descriptors of lane 0 and 1, as this team sees them
+TEAM_HEARTBEATS = 320  # per thread, one line: cycle count of its last sign of life
+MAX_THREADS = 256
+TEAM_BYTES = TEAM_HEARTBEATS + 64 * MAX_THREADS
 
 ABORTED_BY_ENGINE = 1
 BARRIER_TIMEOUT = 2
@@ -39,34 +49,28 @@ BARRIER_TIMEOUT = 2
 _LOOK_EVERY = 512
 
 
+def control_bytes(num_teams: int) -> int:
+    """Bytes of a control block."""
+    return TEAMS + num_teams * TEAM_BYTES
+
+
+def team_offset(rank: int) -> int:
+    """Where the block of a socket's threads begins."""
+    return TEAMS + rank * TEAM_BYTES
+
+
 @kernel
-def heartbeat(control: int, thread: int) -> None:
+def heartbeat(team: int, thread: int) -> None:
     """Says that the thread is alive."""
-    atomic_store(control + HEARTBEATS + 64 * thread, cycles())
+    atomic_store(team + TEAM_HEARTBEATS + 64 * thread, cycles())
 
 
 @kernel
-def _release(control: int) -> None:
-    """What the last thread to arrive does: reset, look at the clock, let the others go."""
-    atomic_store(control + ARRIVED, 0)
-    atomic_store(control + WORK, 0)
-    limit = load_i64(control + LIMIT)
-    # Written nowhere else: a thread that leaves this barrier late must still read what the others
-    # read, even if the next step has been posted meanwhile.
-    atomic_store(control + YIELD, 1 if limit != 0 and cycles() > limit else 0)
-    atomic_add(control + GENERATION, 1)
-
-
-@kernel
-def barrier(control: int, num_threads: int) -> int:
-    """Waits for all threads; 0, or the abort code."""
-    generation = atomic_load(control + GENERATION)
-    if atomic_add(control + ARRIVED, 1) == num_threads - 1:
-        _release(control)
-        return 0
+def _wait(control: int, generation_word: int, generation: int) -> int:
+    """Spins until the word has moved on; 0, or the abort code."""
     deadline = 0
     spins = 0
-    while atomic_load(control + GENERATION) == generation:
+    while atomic_load(generation_word) == generation:
         cpu_pause()
         spins += 1
         if spins == _LOOK_EVERY:
@@ -81,6 +85,52 @@ def barrier(control: int, num_threads: int) -> int:
                 return BARRIER_TIMEOUT
             sched_yield()
     return 0
+
+
+@kernel
+def _meet_teams(control: int) -> int:
+    """What the last thread of a team does at a barrier of all teams.
+
+    The verdict is written nowhere else: whoever leaves late must still read what the others read,
+    even if the next step has been posted meanwhile.
+    """
+    generation = atomic_load(control + GENERATION)
+    if atomic_add(control + ARRIVED, 1) == load_i64(control + NUM_TEAMS) - 1:
+        atomic_store(control + ARRIVED, 0)
+        limit = load_i64(control + LIMIT)
+        atomic_store(control + VERDICT, 1 if limit != 0 and cycles() > limit else 0)
+        atomic_add(control + GENERATION, 1)
+        return 0
+    return _wait(control, control + GENERATION, generation)
+
+
+@kernel
+def barrier(control: int, team: int, num_threads: int, everybody: bool) -> int:
+    """Waits for the threads of the team, or of all teams; 0, or the abort code.
+
+    Threads of a team meet in their own cache lines, and only one of them meets the other teams.
+    """
+    generation = atomic_load(team + TEAM_GENERATION)
+    if atomic_add(team + TEAM_ARRIVED, 1) < num_threads - 1:
+        return _wait(control, team + TEAM_GENERATION, generation)
+    if everybody:
+        code = _meet_teams(control)
+        if code != 0:
+            return code
+        atomic_store(team + TEAM_YIELD, atomic_load(control + VERDICT))
+    atomic_store(team + TEAM_ARRIVED, 0)
+    atomic_store(team + TEAM_WORK, 0)
+    atomic_add(team + TEAM_GENERATION, 1)
+    return 0
+
+
+@kernel
+def finish_step(control: int, number: int) -> None:
+    """Said once per team: the last one tells the engine's thread."""
+    if atomic_add(control + FINISHED, 1) == load_i64(control + NUM_TEAMS) - 1:
+        atomic_store(control + FINISHED, 0)
+        atomic_store(control + DONE, number)
+        futex_wake(control + DONE)
 
 
 @kernel
@@ -100,9 +150,9 @@ def wait_for_step(control: int, seen: int) -> int:
 
 
 @entry("int64(int64, int64)")
-def post_step(control: int, descriptor: int) -> int:
-    """Hands a step to the pinned threads; returns its number."""
-    atomic_store(control + DESCRIPTOR, descriptor)
+def post_step(control: int, lane: int) -> int:
+    """Hands the step of a lane's descriptors to the pinned threads; returns its number."""
+    atomic_store(control + LANE, lane)
     step = atomic_add(control + STEP, 1) + 1
     futex_wake(control + STEP)
     return step

@@ -81,20 +81,23 @@ def group_all(group: int, rows: int) -> None:
 
 @kernel
 def group_experts(
-    ids: int, weights: int, rows: int, top_k: int, num_experts: int, group: int, counts: int,
-    first: int, last: int,
+    ids: int, weights: int, rows: int, top_k: int, first_expert: int, num_experts: int, group: int,
+    counts: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Groups the assignments of experts first … last-1; several threads may share the experts.
 
     ids: int32 [rows, top_k]; weights: float32 [rows, top_k]; counts: scratch int32 [num_experts].
+    Expert i of the group is id `first_expert` + i; assignments to ids outside are somebody else's.
     Everybody counts all assignments (cheap), so nobody waits for anybody's counts.
     """
     total = rows * top_k
     for expert in range(num_experts):
         store_i32(counts + 4 * expert, 0)
     for i in range(total):
-        at = counts + 4 * load_index(ids + 4 * i)
-        store_i32(at, load_i32(at) + 1)
+        expert = load_index(ids + 4 * i) - first_expert
+        if 0 <= expert < num_experts:
+            at = counts + 4 * expert
+            store_i32(at, load_i32(at) + 1)
     begins = _begins(group, num_experts)
     active = 0
     begin = 0
@@ -110,10 +113,10 @@ def group_experts(
             begin += count
     if last == num_experts:
         store_i32(group, active)
-        store_i32(begins + 4 * active, total)
+        store_i32(begins + 4 * active, begin)
     rows_at = _rows(group, num_experts)
     for i in range(total):
-        expert = load_index(ids + 4 * i)
+        expert = load_index(ids + 4 * i) - first_expert
         if first <= expert < last:
             to = load_index(counts + 4 * expert)
             store_i32(counts + 4 * expert, to + 1)

@@ -9,16 +9,18 @@ gone on with later. Neither changes a single bit of the result.
 from __future__ import annotations
 
 from ellm_kernels import opcodes
-from ellm_kernels.atomics import atomic_add, atomic_load, atomic_store
+from ellm_kernels.atomics import atomic_add, atomic_load
 from ellm_kernels.attention_runs import num_parts
 from ellm_kernels.control import (
     ABORT,
-    DESCRIPTOR,
     DONE,
-    NUM_THREADS,
-    WORK,
-    YIELD,
+    LANE,
+    TEAM_LANES,
+    TEAM_SIZE,
+    TEAM_WORK,
+    TEAM_YIELD,
     barrier,
+    finish_step,
     heartbeat,
     wait_for_step,
 )
@@ -26,6 +28,7 @@ from ellm_kernels.jit import entry, kernel
 from ellm_kernels.op_args import word
 from ellm_kernels.op_runs import num_items, run_items
 from ellm_kernels.opcodes import (
+    ALL_TEAMS,
     OP_BYTES,
     PRIVATE,
     SHARED_SLOTS,
@@ -61,12 +64,12 @@ def _run_static(op: int, flags: int, items: int, step: int, thread: int, num_thr
 
 @kernel
 def _run_dynamic(
-    control: int, op: int, begin: int, end: int, step: int, thread: int, num_threads: int
+    team: int, op: int, begin: int, end: int, step: int, thread: int, num_threads: int
 ) -> None:
-    item = begin + atomic_add(control + WORK, 1)
+    item = begin + atomic_add(team + TEAM_WORK, 1)
     while item < end:
         run_items(op, step, item, item + 1, thread, num_threads)
-        item = begin + atomic_add(control + WORK, 1)
+        item = begin + atomic_add(team + TEAM_WORK, 1)
 
 
 @kernel
@@ -77,8 +80,12 @@ def _record(step: int, num_ops: int, index: int, thread: int, busy: int, waited:
 
 
 @kernel
-def run_program(control: int, step: int, thread: int, num_threads: int) -> int:
-    """Runs a step from where it stands to its end or to where it yields: 0, or the abort code."""
+def run_program(control: int, team: int, step: int, thread: int, num_threads: int) -> int:
+    """Runs a step from where it stands to its end or to where it yields: 0, or the abort code.
+
+    A dynamic step may stop at any barrier, and all sockets must stop at the same one: so there all
+    its barriers are of all teams.
+    """
     num_ops = word(step, STEP_NUM_OPS)
     dynamic = word(step, STEP_DYNAMIC) != 0
     index = word(step, STEP_OP)
@@ -97,13 +104,14 @@ def run_program(control: int, step: int, thread: int, num_threads: int) -> int:
             begin = _part_begin(items, part, parts, num_threads)
             end = _part_begin(items, part + 1, parts, num_threads)
             last_part = part + 1 >= parts
-            _run_dynamic(control, op, begin, end, step, thread, num_threads)
+            _run_dynamic(team, op, begin, end, step, thread, num_threads)
         else:
             _run_static(op, flags, items, step, thread, num_threads)
-        heartbeat(control, thread)
+        heartbeat(team, thread)
         finished = cycles()
         if flags & SYNC:
-            code = barrier(control, num_threads)
+            everybody = dynamic or flags & ALL_TEAMS != 0
+            code = barrier(control, team, num_threads, everybody)
             if code != 0:
                 return code
         _record(step, num_ops, index, thread, finished - started, cycles() - finished)
@@ -111,7 +119,7 @@ def run_program(control: int, step: int, thread: int, num_threads: int) -> int:
         if last_part:
             index += 1
             part = 0
-        if dynamic and flags & SYNC and atomic_load(control + YIELD) != 0:
+        if dynamic and flags & SYNC and atomic_load(team + TEAM_YIELD) != 0:
             break
     # Everybody has read the place to start from before the last barrier let anybody through.
     if thread == 0:
@@ -120,27 +128,26 @@ def run_program(control: int, step: int, thread: int, num_threads: int) -> int:
     return 0
 
 
-@entry("int64(int64, int64, int64)")
-def serve_steps(control: int, thread: int, seen: int) -> int:
+@entry("int64(int64, int64, int64, int64)")
+def serve_steps(control: int, team: int, thread: int, seen: int) -> int:
     """A pinned thread's life: waits for steps newer than `seen` and runs them until told to stop.
 
     Returns 0 after a stop and the abort code otherwise.
     """
+    num_threads = load_i64(team + TEAM_SIZE)
     while True:
-        heartbeat(control, thread)
+        heartbeat(team, thread)
         number = wait_for_step(control, seen)
         if number < 0:
             return atomic_load(control + ABORT)
         seen = number
-        code = run_program(
-            control, load_i64(control + DESCRIPTOR), thread, load_i64(control + NUM_THREADS)
-        )
+        step = load_i64(team + TEAM_LANES + 8 * atomic_load(control + LANE))
+        code = run_program(control, team, step, thread, num_threads)
         if code != 0:
             futex_wake(control + DONE)
             return code
         if thread == 0:
-            atomic_store(control + DONE, number)
-            futex_wake(control + DONE)
+            finish_step(control, number)
 
 
 assert opcodes.FIRST_ARG + max(len(names) for names in opcodes.ARGS.values()) <= opcodes.OP_WORDS

@@ -62,6 +62,16 @@ def add_row(x: int, delta: int, dim: int) -> None:
 
 
 @kernel
+def copy_row(x: int, source: int, dim: int) -> None:
+    """x = source, float32."""
+    for i in range(dim // LANES):
+        vstore(x + 64 * i, vload(source + 64 * i))
+    if dim % LANES:
+        at = 4 * (dim - LANES)
+        vstore(x + at, vload(source + at))
+
+
+@kernel
 def _scaled(x: int, weight: int, scale: float, at: int) -> Any:
     return vmul(vmul(vload(x + at), vsplat(scale)), vload(weight + at))
 
@@ -88,16 +98,21 @@ def scale_row_bf16(x: int, weight: int, scale: float, dim: int, out: int) -> Non
 
 @kernel
 def rms_norm_rows(
-    residual: int, delta: int, weight: int, eps: float, dim: int,
-    row_begin: int, row_end: int, out: int,
+    residual: int, delta: int, delta_stride: int, num_deltas: int, fresh: int,
+    weight: int, eps: float, dim: int, row_begin: int, row_end: int, out: int,
 ) -> None:  # fmt: skip
-    """residual += delta; out = RMSNorm(residual), for a range of rows.
+    """residual += every delta; out = RMSNorm(residual), for a range of rows.
 
-    residual, delta: float32 [row][dim]; delta may be 0 (nothing to add). weight: float32 [dim].
-    eps: float32. out: bf16 [row][dim].
+    residual, delta: float32 [row][dim]; delta i lies `delta_stride` bytes behind delta i-1 and is
+    socket i's share of a sum: every socket adds them in this order. fresh: 1 if what was in the
+    residual does not count. weight: float32 [dim]. eps: float32. out: bf16 [row][dim].
     """
     for row in range(row_begin, row_end):
         x = residual + row * dim * 4
-        if delta:
-            add_row(x, delta + row * dim * 4, dim)
+        for i in range(num_deltas):
+            share = delta + i * delta_stride + row * dim * 4
+            if fresh and i == 0:
+                copy_row(x, share, dim)
+            else:
+                add_row(x, share, dim)
         scale_row_bf16(x, weight, inverse_rms(x, eps, dim), dim, out + row * dim * 2)

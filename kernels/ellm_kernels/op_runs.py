@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from ellm_kernels import opcodes as oc
 from ellm_kernels.attention_runs import attend_few, attend_many, many_items, rope_items
-from ellm_kernels.embedding import embed_rows
+from ellm_kernels.embedding import embed_packed_rows, embed_rows
 from ellm_kernels.experts import experts_down, experts_up, group_all, group_experts, num_active
 from ellm_kernels.gemm import multiply_panel
 from ellm_kernels.jit import kernel
 from ellm_kernels.norm import rms_norm_rows
 from ellm_kernels.op_args import arg, arg_f32, word
-from ellm_kernels.pack import embed_packed_rows
 from ellm_kernels.router import route_row
 from ellm_kernels.simd import load_i64, load_index
 from ellm_kernels.tiles import PAIR_BYTES
@@ -45,7 +44,7 @@ def num_items(op: int, step: int, thread: int, num_threads: int) -> int:
     if code == oc.ATTEND_FEW:
         return num_threads
     if code == oc.GROUP:
-        return min(num_threads, arg(op, 5)) if arg(op, 7) == 0 else 1
+        return min(num_threads, arg(op, 6)) if arg(op, 8) == 0 else 1
     if code == oc.GROUP_ALL:
         return 1
     if code == oc.EXPERTS_UP:
@@ -59,20 +58,21 @@ def num_items(op: int, step: int, thread: int, num_threads: int) -> int:
 
 
 @kernel
-def _embed(op: int, step: int, begin: int, end: int, thread: int, packed: bool) -> None:
+def _embed(op: int, step: int, begin: int, end: int, packed: bool) -> None:
     ids = word(step, oc.STEP_TOKEN_IDS)
-    out = arg(op, 2) + thread * arg(op, 3)
     if packed:
-        embed_packed_rows(arg(op, 0), ids, arg(op, 1), begin, end, out)
+        embed_packed_rows(
+            arg(op, 0), ids, arg(op, 2), arg(op, 3), arg(op, 1), begin, end, arg(op, 4)
+        )
     else:
-        embed_rows(arg(op, 0), ids, arg(op, 1), begin, end, out)
+        embed_rows(arg(op, 0), ids, arg(op, 2), arg(op, 3), arg(op, 1), begin, end, arg(op, 4))
 
 
 @kernel
 def _norm(op: int, begin: int, end: int, thread: int) -> None:
     rms_norm_rows(
-        arg(op, 0) + thread * arg(op, 1), arg(op, 2), arg(op, 3), arg_f32(op, 4), arg(op, 5),
-        begin, end, arg(op, 6) + thread * arg(op, 7),
+        arg(op, 0) + thread * arg(op, 1), arg(op, 2), arg(op, 3), arg(op, 4), arg(op, 5),
+        arg(op, 6), arg_f32(op, 7), arg(op, 8), begin, end, arg(op, 9) + thread * arg(op, 10),
     )  # fmt: skip
 
 
@@ -80,12 +80,13 @@ def _norm(op: int, begin: int, end: int, thread: int) -> None:
 def _last_norm(op: int, step: int, begin: int, end: int, thread: int) -> None:
     """The norm before lm_head, of the rows whose logits are wanted, closed up."""
     rows = word(step, oc.STEP_LOGIT_ROW_LIST)
-    hidden = arg(op, 5)
+    hidden = arg(op, 8)
     for i in range(begin, end):
-        row = load_index(rows + 4 * i) * hidden
+        row = load_index(rows + 4 * i) * hidden * 4
         rms_norm_rows(
-            arg(op, 0) + thread * arg(op, 1) + row * 4, arg(op, 2) + row * 4, arg(op, 3),
-            arg_f32(op, 4), hidden, 0, 1, arg(op, 6) + thread * arg(op, 7) + i * hidden * 2,
+            arg(op, 0) + thread * arg(op, 1) + row, arg(op, 2) + row, arg(op, 3), arg(op, 4),
+            arg(op, 5), arg(op, 6), arg_f32(op, 7), hidden, 0, 1,
+            arg(op, 9) + thread * arg(op, 10) + i * hidden * 2,
         )  # fmt: skip
 
 
@@ -123,12 +124,12 @@ def _route(op: int, begin: int, end: int, thread: int) -> None:
 def _group(op: int, step: int, begin: int, end: int, thread: int, num_threads: int) -> None:
     """Items are shares of the experts, so several threads sort at once."""
     shares = num_items(op, step, thread, num_threads)
-    num_experts = arg(op, 5)
+    num_experts = arg(op, 6)
     group_experts(
         arg(op, 0) + thread * arg(op, 1), arg(op, 2) + thread * arg(op, 3),
-        word(step, oc.STEP_ROWS), arg(op, 4), num_experts, arg(op, 6) + thread * arg(op, 7),
-        arg(op, 8) + thread * arg(op, 9), num_experts * begin // shares,
-        num_experts * end // shares,
+        word(step, oc.STEP_ROWS), arg(op, 4), arg(op, 5), num_experts,
+        arg(op, 7) + thread * arg(op, 8), arg(op, 9) + thread * arg(op, 10),
+        num_experts * begin // shares, num_experts * end // shares,
     )  # fmt: skip
 
 
@@ -181,9 +182,9 @@ def run_items(op: int, step: int, begin: int, end: int, thread: int, num_threads
         if begin < end:
             group_all(arg(op, 0) + thread * arg(op, 1), rows)
     elif code == oc.EMBED:
-        _embed(op, step, first, stop, thread, False)
+        _embed(op, step, first, stop, False)
     elif code == oc.EMBED_PACKED:
-        _embed(op, step, first, stop, thread, True)
+        _embed(op, step, first, stop, True)
     elif code == oc.LAST_NORM:
         last = min(end * ROW_RUN, word(step, oc.STEP_LOGIT_ROWS))
         _last_norm(op, step, first, last, thread)

@@ -13,8 +13,9 @@ OP_BYTES = OP_WORDS * 8
 FIRST_ARG = 3
 
 # Flags.
-SYNC = 1  # all threads wait for each other after this op
+SYNC = 1  # the threads of the socket wait for each other after this op
 PRIVATE = 2  # every thread computes all of it for itself
+ALL_TEAMS = 8  # with SYNC: the threads of all sockets
 SHARED_SLOTS = 4  # skipped unless some slot has several rows in a decode step
 
 EMBED = 1
@@ -37,13 +38,15 @@ _ATTENTION = (
     "num_heads", "num_kv_heads", "head_dim", "q", "out", "scratch", "scratch_private",
     "pieces",
 )  # fmt: skip
+_NORM = (
+    "residual", "residual_private", "delta", "delta_stride", "num_deltas", "fresh", "weight",
+    "eps", "hidden", "out", "out_private",
+)  # fmt: skip
 ARGS: dict[int, tuple[str, ...]] = {
-    EMBED: ("table", "hidden", "out", "out_private"),
-    EMBED_PACKED: ("table", "hidden", "out", "out_private"),
-    NORM: ("residual", "residual_private", "delta", "weight", "eps", "hidden", "out",
-           "out_private"),
-    LAST_NORM: ("residual", "residual_private", "delta", "weight", "eps", "hidden", "out",
-                "out_private"),
+    EMBED: ("table", "hidden", "first_token", "num_tokens", "out"),
+    EMBED_PACKED: ("table", "hidden", "first_token", "num_tokens", "out"),
+    NORM: _NORM,
+    LAST_NORM: _NORM,
     LINEAR: ("x", "x_private", "x_stride", "weight", "num_pairs", "panels", "out", "out_stride",
              "of_logit_rows", "row_run"),
     ROPE: _ATTENTION,
@@ -51,8 +54,8 @@ ARGS: dict[int, tuple[str, ...]] = {
     ATTEND_FEW: _ATTENTION,
     ROUTE: ("logits", "logits_stride", "num_experts", "top_k", "renormalise", "ids",
             "ids_private", "weights", "weights_private"),
-    GROUP: ("ids", "ids_private", "weights", "weights_private", "top_k", "num_experts", "group",
-            "group_private", "counts", "counts_private"),
+    GROUP: ("ids", "ids_private", "weights", "weights_private", "top_k", "first_expert",
+            "num_experts", "group", "group_private", "counts", "counts_private"),
     GROUP_ALL: ("group", "group_private"),
     EXPERTS_UP: ("x", "x_private", "x_stride", "weight", "num_pairs", "panels", "num_experts",
                  "group", "group_private", "top_k", "panel_run", "row_run", "hidden",

@@ -5,9 +5,9 @@ Packing is a transpose of 32-bit words (bf16 pairs): word k of output n goes to 
 
 from __future__ import annotations
 
-from ellm_kernels.jit import entry, kernel
-from ellm_kernels.simd import load_i32, load_index, store_i32
-from ellm_kernels.tiles import PAIR_BYTES, PANEL
+from ellm_kernels.jit import entry
+from ellm_kernels.simd import load_i32, store_i32
+from ellm_kernels.tiles import PAIR_BYTES
 
 # Words of one row moved before the next row's turn: 16 words are one cache line of the source, and
 # the 16 destination lines they fall into stay in the first-level cache for all 64 rows.
@@ -38,22 +38,3 @@ def pack_panels(
             for n in range(count, width):
                 for word in range(k, end):
                     store_i32(at + word * PAIR_BYTES + 4 * n, 0)
-
-
-@kernel
-def embed_packed_rows(
-    panels: int, token_ids: int, hidden: int, row_begin: int, row_end: int, out: int
-) -> None:
-    """`embed_rows` from a packed lm_head, for models whose embeddings are tied to it.
-
-    The two bf16 of a word are the upper halves of two float32. 32 cache lines are touched where a
-    row-major table touches one, but the table need not be held twice.
-    """
-    for row in range(row_begin, row_end):
-        token = load_index(token_ids + 4 * row)
-        at = panels + token // PANEL * (hidden // 2 * PAIR_BYTES) + token % PANEL * 4
-        to = out + row * hidden * 4
-        for pair in range(hidden // 2):
-            word = load_i32(at + pair * PAIR_BYTES)
-            store_i32(to + 8 * pair, word << 16)
-            store_i32(to + 8 * pair + 4, word & -65536)

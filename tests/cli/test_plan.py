@@ -58,7 +58,12 @@ def test_json_lists_every_op(model: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (decode["rows"], decode["context"], decode["logit_rows"]) == (3, 100, 3)
     total = sum(op["predicted_s"] for op in decode["ops"])
     assert 0 < decode["predicted_s"] <= total * (1 + 1e-9)
-    assert parsed["machine"] == {"bytes_per_s": 1e11, "flops_per_s": 1e12, "threads": 2}
+    assert parsed["machine"] == {
+        "bytes_per_s": 1e11,
+        "flops_per_s": 1e12,
+        "threads": 2,
+        "sockets": 1,
+    }
     assert parsed["memory"]["fits"] is True
 
 

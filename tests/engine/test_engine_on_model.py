@@ -38,18 +38,21 @@ def some_requests(model: Model) -> list[GenerateRequest]:
     ]
 
 
+@pytest.mark.parametrize("sockets", [1, 2])
 @pytest.mark.parametrize("kind", ["tiny_dense", "tiny_moe"])
 def test_mix_equals_each_alone(
-    kind: str, request: pytest.FixtureRequest, make_executor: MakeExecutor
+    kind: str, sockets: int, request: pytest.FixtureRequest, make_executor: MakeExecutor
 ) -> None:
     """Tokens and log-probabilities are bit-equal whatever shares the machine with a request."""
     model: Model = request.getfixturevalue(kind)
     items = some_requests(model)
     expected = []
     for item in items:
-        with Engine(make_executor(model), eos_token_ids=[0]) as engine:
+        with Engine(make_executor(model, sockets=sockets), eos_token_ids=[0]) as engine:
             expected.append(run(engine, item))
-    executor = make_executor(model, num_slots=3, prefill_block=128, max_logit_rows=16)
+    executor = make_executor(
+        model, sockets=sockets, num_slots=3, prefill_block=128, max_logit_rows=16
+    )
     with Engine(executor, eos_token_ids=[0], prefill_budget_s=1e-4, fork_threshold=16) as engine:
         consumers = [Consumer() for _ in items]
         for item, consumer in zip(items, consumers, strict=True):

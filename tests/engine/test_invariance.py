@@ -269,9 +269,10 @@ def test_released_slot_is_clean(
     executor, ids = make_executor(model), model.ids(LENGTH)
     prefill(executor, model.ids(LENGTH, seed=3))
     executor.release(0)
-    assert executor.kv.committed_bytes == 0
+    (kv,) = executor.kv
+    assert kv.committed_bytes == 0
     executor.commit(0, LENGTH)
-    assert not executor.kv._bytes(0, executor.kv.shape.chunk_bytes).any()
+    assert not kv._bytes(0, kv.shape.chunk_bytes).any()
     assert_same(expected, prefill(executor, ids))
 
 
@@ -280,7 +281,7 @@ def test_exhausted_budget_leaves_earlier_slots_intact(
 ) -> None:
     """Refusing one slot's memory must not cost another slot a single bit."""
     probe = make_executor(model)
-    executor = make_executor(model, kv_budget_bytes=2 * probe.kv.shape.chunk_bytes)
+    executor = make_executor(model, kv_budget_bytes=2 * probe.kv[0].shape.chunk_bytes)
     ids = model.ids(LENGTH)
     first = prefill(executor, ids[:100])
     executor.commit(1, 1)

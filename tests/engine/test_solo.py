@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,14 +26,8 @@ from tests.running import Model, prefill
 from tests.tiny_models import write_model
 
 MakeExecutor = Callable[..., SoloExecutor]
+ComputeThreads = Callable[[], list[str]]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-
-
-def compute_threads() -> list[str]:
-    return [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("ellm-compute")
-    ]
-
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"moe": False},
@@ -83,14 +76,14 @@ def test_limits(tiny_dense: Model, make_executor: MakeExecutor) -> None:
     assert (limits.sequence_length, limits.vocab_size) == (512, tiny_dense.config.vocab_size)
 
 
-def test_close_ends_every_thread(tiny_moe: Model) -> None:
+def test_close_ends_every_thread(tiny_moe: Model, compute_threads: ComputeThreads) -> None:
     """Threads are named, pin themselves alone, and are gone after `close`, used or not."""
     assert not compute_threads()
     affinity = os.sched_getaffinity(0)
     used, idle = tiny_moe.executor(3), tiny_moe.executor(2)
     prefill(used, tiny_moe.ids(5))
-    names = [f"ellm-compute-{index}" for index in (0, 0, 1, 1, 2)]
-    assert sorted(compute_threads()) == names
+    names = [f"ellm-compute-0-{index}" for index in (0, 0, 1, 1, 2)]
+    assert compute_threads() == names
     assert os.sched_getaffinity(0) == affinity
     used.close()
     assert len(compute_threads()) == 2
@@ -99,7 +92,7 @@ def test_close_ends_every_thread(tiny_moe: Model) -> None:
     assert not compute_threads()
 
 
-def test_close_in_the_middle_of_a_block(tiny_dense: Model) -> None:
+def test_close_in_the_middle_of_a_block(tiny_dense: Model, compute_threads: ComputeThreads) -> None:
     """A block that waits at a yield point does not keep its threads."""
     executor = tiny_dense.executor(2, part_flops_per_thread=1.0)
     executor.commit(0, 50)
@@ -124,7 +117,7 @@ def test_a_dead_block_is_reported(tiny_dense: Model, make_executor: MakeExecutor
     """Once threads are lost every step fails at once, and closing still works."""
     executor = make_executor(tiny_dense, 2)
     prefill(executor, tiny_dense.ids(3))
-    request_stop(executor.threads._control, ABORTED_BY_ENGINE)
+    request_stop(executor.shared.address, ABORTED_BY_ENGINE)
     for _ in range(2):
         with pytest.raises(WorkerDied, match=f"code {ABORTED_BY_ENGINE}"):
             executor.decode([Span(0, 3, (1,), LogitRows.LAST)])

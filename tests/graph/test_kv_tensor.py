@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from ellm_kernels.kv_layout import CHUNK, KvLayout, chunk_keys
 from ellm_serve.errors import KVExhausted
 from ellm_serve.graph.kv_tensor import KVShape, KVTensor
-from ellm_serve.model.region import HUGE_PAGE
+from ellm_serve.model.region import HUGE_PAGE, Region
 
 SHAPE = KVShape(num_slots=3, sequence_length=1100, num_layers=2, num_kv_heads=2, head_dim=32)
 
 
 def tensor(chunks: int = 1 << 20, shape: KVShape = SHAPE) -> KVTensor:
-    return KVTensor(shape, chunks * shape.chunk_bytes)
+    return KVTensor(shape, Region(shape.size_bytes), chunks * shape.chunk_bytes)
 
 
 def slot_bytes(kv: KVTensor, slot: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -60,7 +60,7 @@ def test_coordinates_do_not_overlap(
 
 def test_reserving_costs_nothing() -> None:
     """A sequence length far beyond the machine's memory is only address space."""
-    kv = KVTensor(KVShape(8, 1 << 20, 48, 4, 128), 1 << 40)
+    kv = tensor(shape=KVShape(8, 1 << 20, 48, 4, 128))
     assert kv.shape.size_bytes > 700 << 30
     assert kv.committed_bytes == 0
     assert kv.address % HUGE_PAGE == 0

@@ -7,8 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from ellm_kernels import opcodes as oc
-from ellm_serve.graph.ops import Embed, Experts, Linear, Load, Row, Stage, float_bits
-from ellm_serve.graph.tensor import Arena, Mode, Per, Tensor, bf16_rows, f32_rows
+from ellm_serve.graph.ops import (
+    Embed,
+    Experts,
+    Linear,
+    Load,
+    RmsNorm,
+    Router,
+    Row,
+    Stage,
+    float_bits,
+)
+from ellm_serve.graph.tensor import Arena, Exchange, Mode, Per, Tensor, bf16_rows, f32_rows
+from ellm_serve.model.sharding import Part
 
 X = bf16_rows("x", 128, local=True)
 OUT = f32_rows("out", 200)
@@ -19,12 +30,15 @@ GROUP, ACTIVATED, SCRATCH = (
     Tensor("scratch", 1000, Per.THREAD),
 )
 TENSORS = (X, OUT, LAST, GROUP, ACTIVATED, SCRATCH)
+DELTA = f32_rows("delta", 128)
+SHARES = Exchange(base=1 << 30, stride=1 << 16, rank=2, count=4)
 
 
 def stage(mode: Mode, rows: int = 8, threads: int = 3, part_flops: float = 1e30) -> Stage:
     arena = Arena(mode, rows, 2, threads, base=1 << 20)
     for tensor in TENSORS:
         arena.add(tensor)
+    arena.share(DELTA, SHARES)
     return Stage(arena, threads, part_flops)
 
 
@@ -32,21 +46,25 @@ def linear(last: bool = False) -> Linear:
     return Linear("qkv", X, 4096, 128, 200, LAST if last else OUT, last)
 
 
-def experts(num_experts: int = 8, top_k: int = 2) -> Experts:
+def experts(num_experts: int = 8, top_k: int = 2, share: float = 1.0) -> Experts:
     return Experts(
-        "experts", X, 4096, 8192, 128, 100, num_experts, top_k, GROUP, ACTIVATED, SCRATCH, OUT
-    )
+        "experts", X, 4096, 8192, 128, 100, num_experts, top_k, GROUP, ACTIVATED, SCRATCH, OUT,
+        share,
+    )  # fmt: skip
 
 
 def test_row_words() -> None:
     """Arguments lie in the order the interpreter reads them, padded to a whole row."""
-    args = {"table": 11, "hidden": 12, "out": 13, "out_private": 14}
+    args = {"out": 15, "table": 11, "hidden": 12, "num_tokens": 14, "first_token": 13}
     words = Row(oc.EMBED, oc.SYNC, args, part_rows=5).words()
-    assert words[:7] == [oc.EMBED, oc.SYNC, 5, 11, 12, 13, 14]
-    assert len(words) == oc.OP_WORDS and not any(words[7:])
+    assert words[:8] == [oc.EMBED, oc.SYNC, 5, 11, 12, 13, 14, 15]
+    assert len(words) == oc.OP_WORDS and not any(words[8:])
 
 
-@pytest.mark.parametrize("broken", [{"table": 1}, {"table": 1, "hidden": 2, "out": 3, "size": 4}])
+EMBEDDING = {"table": 1, "hidden": 2, "first_token": 0, "num_tokens": 9, "out": 3}
+
+
+@pytest.mark.parametrize("broken", [{"table": 1}, EMBEDDING | {"size": 4}])
 def test_row_refuses_other_arguments(broken: dict[str, int]) -> None:
     """A forgotten or misspelt argument is a mistake here, not a wild address later."""
     with pytest.raises(AssertionError):
@@ -109,12 +127,50 @@ def test_decode_has_no_parts() -> None:
 
 
 def test_embed_chooses_its_table() -> None:
-    """A tied model reads lm_head's panels; decode embeds once per thread, prefill together."""
+    """A tied model reads lm_head's panels; other sockets wait for the rows in either mode."""
     for packed, code in ((False, oc.EMBED), (True, oc.EMBED_PACKED)):
-        op = Embed("embed", 4096, packed, 128, OUT)
-        assert op.lower(stage(Mode.FEW))[0].opcode == code
-        assert op.lower(stage(Mode.FEW))[0].flags == oc.PRIVATE
-        assert op.lower(stage(Mode.MANY))[0].flags == oc.SYNC
+        op = Embed("embed", 4096, packed, 128, 256, 64, DELTA)
+        for mode in Mode:
+            (row,) = op.lower(stage(mode))
+            assert (row.opcode, row.flags) == (code, oc.SYNC | oc.ALL_TEAMS)
+            assert (row.args["first_token"], row.args["num_tokens"]) == (256, 64)
+            assert row.args["out"] == SHARES.base + 2 * SHARES.stride
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_norm_reads_the_shares_of_all_sockets(mode: Mode) -> None:
+    """From the first socket's on, whichever socket this is; decode norms are every thread's own."""
+    at = stage(mode)
+    (row,) = RmsNorm("norm", OUT, DELTA, 64, 1e-6, 128, X, fresh=True).lower(at)
+    assert (row.args["delta"], row.args["delta_stride"]) == (SHARES.base, SHARES.stride)
+    assert (row.args["num_deltas"], row.args["fresh"]) == (4, 1)
+    assert row.flags == (oc.PRIVATE if mode is Mode.FEW else oc.SYNC)
+    (row,) = RmsNorm("norm", OUT, DELTA, 64, 1e-6, 128, X, last=True).lower(at)
+    assert (row.opcode, row.args["fresh"]) == (oc.LAST_NORM, 0)
+
+
+def test_other_sockets_wait_for_what_they_read() -> None:
+    """Sums over sockets and logits are waited for by all, products of one socket by its own."""
+    for mode in Mode:
+        shared = Linear("o_proj", X, 4096, 128, 128, DELTA, shared=True)
+        assert shared.lower(stage(mode))[0].flags == oc.SYNC | oc.ALL_TEAMS
+        assert [row.flags for row in experts().lower(stage(mode))] == [
+            oc.SYNC,
+            oc.SYNC | oc.ALL_TEAMS,
+        ]
+
+
+def test_router_chooses_among_all_and_groups_its_own() -> None:
+    """Every socket routes alike; only the group knows which experts are here."""
+    tensors = (f32_rows("logits", 8), Tensor("ids", 8), Tensor("chosen", 8), GROUP, SCRATCH)
+    logits, ids, weights, group, counts = tensors
+    at = stage(Mode.MANY)
+    for tensor in (logits, ids, weights):
+        at.arena.add(tensor)
+    op = Router("route", logits, 8, Part(4, 6), 2, True, ids, weights, group, counts)
+    route, grouped = op.lower(at)
+    assert (route.opcode, route.args["num_experts"]) == (oc.ROUTE, 8)
+    assert (grouped.args["first_expert"], grouped.args["num_experts"]) == (4, 2)
 
 
 def test_linear_cost() -> None:
@@ -132,3 +188,11 @@ def test_experts_cost() -> None:
     assert experts().bytes(Load(1, 0, 0)) == pytest.approx(2 * one)
     assert 7.9 * one < experts().bytes(Load(64, 0, 0)) <= 8 * one
     assert experts(1, 1).bytes(Load(64, 0, 0)) == one
+
+
+def test_cost_of_a_share_of_the_experts() -> None:
+    """Two of eight experts: a quarter of the rows' work, and no more bytes than are held."""
+    one, load = 3 * 128 * 100 * 2, Load(3, 0, 0)
+    assert experts(2, share=0.25).flops(load) == experts().flops(load) / 4
+    assert experts(2, share=0.25).bytes(Load(1, 0, 0)) == pytest.approx(2 * one / 4)
+    assert 1.9 * one < experts(2, share=0.25).bytes(Load(64, 0, 0)) <= 2 * one

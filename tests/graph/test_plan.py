@@ -16,6 +16,7 @@ from ellm_serve.graph.qwen3 import Activations
 from ellm_serve.graph.tensor import Mode
 from ellm_serve.model.config import Architecture, ModelConfig
 from ellm_serve.model.rope import RopeConfig
+from ellm_serve.model.sharding import ExpertSplit, Shard
 from ellm_serve.model.weights import WeightLayout
 from tests.running import Model
 from tests.tiny_models import write_model
@@ -78,20 +79,35 @@ def test_kv_per_token() -> None:
     assert plan.kv.token_bytes == 48 * 2 * 4 * 128 * 2
 
 
-def test_plan_equals_what_an_executor_takes(tiny_moe: Model, make_executor: Any) -> None:
+@pytest.mark.parametrize("split", ExpertSplit)
+@pytest.mark.parametrize("sockets", [1, 2, 4])
+def test_plan_equals_what_an_executor_takes(
+    tiny_moe: Model, make_executor: Any, sockets: int, split: ExpertSplit
+) -> None:
     """A plan that is smaller than the truth ends in the out-of-memory killer."""
-    executor = make_executor(tiny_moe, threads=2, num_slots=3, sequence_length=1024)
-    options = Sizes(3, 2, 1024, prefill_block=256, max_logit_rows=256)
+    executor = make_executor(
+        tiny_moe, threads=2, sockets=sockets, num_slots=3, sequence_length=1024, expert_split=split
+    )
+    options = Sizes(3, 2, sockets, split, 1024, prefill_block=256, max_logit_rows=256)
     plan = plan_memory(tiny_moe.config, options, 100 * GB)
-    assert plan.kv == executor.kv.shape
-    assert plan.weights_bytes == tiny_moe.weights.size_bytes
-    activations = Activations(tiny_moe.config)
-    taken = [
-        activations.arena(mode, rows, rows, 2, 1024).size_bytes
-        for mode, rows in ((Mode.FEW, 3), (Mode.MANY, 256))
-    ]
-    assert plan.decode_bytes >= taken[0]
-    assert plan.prefill_bytes >= taken[1]
+    shapes = {tensor.shape for tensor in executor.kv}
+    assert len(executor.kv) == sockets and len(shapes) == 1
+    (shape,) = shapes
+    assert replace(plan.kv, num_kv_heads=shape.num_kv_heads, num_sockets=1) == shape
+    assert plan.kv.num_kv_heads == sockets * shape.num_kv_heads
+    # Each socket rounds to huge pages of its own; a budget for all slots must hold all slots.
+    assert plan.kv.slot_bytes == sockets * shape.slot_bytes
+    assert plan.kv_budget_bytes == plan.kv.size_bytes
+    weights = tiny_moe.packed(sockets, split)
+    assert plan.weights_bytes == sum(memory.size_bytes for memory in weights)
+    taken = dict.fromkeys(Mode, 0)
+    for rank in range(sockets):
+        activations = Activations(Shard(tiny_moe.config, rank, sockets, split))
+        for mode, rows in ((Mode.FEW, 3), (Mode.MANY, 256)):
+            taken[mode] += activations.arena(mode, rows, rows, 2, 1024).size_bytes
+    assert plan.decode_bytes >= taken[Mode.FEW]
+    assert plan.prefill_bytes >= taken[Mode.MANY]
+    assert plan.shared_bytes == executor.shared.size_bytes
 
 
 def test_auto_length_is_the_models_own_when_memory_allows() -> None:

@@ -9,18 +9,25 @@ import numpy as np
 import pytest
 
 from ellm_kernels import opcodes as oc
+from ellm_kernels.control import control_bytes
+from ellm_serve.graph.group_layout import GroupLayout, StepSizes
 from ellm_serve.graph.kv_tensor import KVShape
 from ellm_serve.graph.ops import Load, Op
 from ellm_serve.graph.program import Ceiling, Table, cost, lower, roofline_s
 from ellm_serve.graph.qwen3 import Activations, Bases, build_qwen3
 from ellm_serve.graph.rotary import rotary_bytes, write_rotary_tables
-from ellm_serve.graph.tensor import Arena, Mode, Per, Tensor
+from ellm_serve.graph.tensor import Arena, Buffer, Mode, Per, Tensor
 from ellm_serve.model.config import ModelConfig
+from ellm_serve.model.sharding import ExpertSplit, Shard
 from ellm_serve.model.weights import WeightLayout
 from tests.tiny_models import write_model
 
-WEIGHTS, KV, ROTARY, ARENA = 1 << 40, 1 << 42, 1 << 44, 1 << 46
+WEIGHTS, KV, ROTARY, ARENA, SHARED = 1 << 40, 1 << 42, 1 << 44, 1 << 46, 1 << 48
 LENGTH, SLOTS, THREADS = 1024, 4, 3
+SIZES = {
+    Mode.FEW: StepSizes(Mode.FEW, SLOTS, SLOTS),
+    Mode.MANY: StepSizes(Mode.MANY, 128, 4),
+}
 
 
 @pytest.fixture(params=[False, True], ids=["dense", "experts"])
@@ -31,31 +38,108 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
     return ModelConfig.from_dir(directory)
 
 
-def build(config: ModelConfig) -> tuple[list[Op], Activations, WeightLayout, KVShape]:
-    layout = WeightLayout.from_config(config)
-    kv = KVShape(SLOTS, LENGTH, config.num_layers, config.num_kv_heads, config.head_dim)
-    bases = Bases(WEIGHTS, KV, ROTARY, ROTARY + rotary_bytes(config, LENGTH) // 2)
-    ops, activations = build_qwen3(config, layout, kv, bases)
+@pytest.fixture(
+    params=[
+        (0, 1, ExpertSplit.SLICE), (0, 2, ExpertSplit.SLICE), (1, 2, ExpertSplit.WHOLE),
+        (3, 4, ExpertSplit.SLICE), (2, 4, ExpertSplit.WHOLE),
+    ],
+    ids=lambda value: "{}/{} {}".format(*value),
+)  # fmt: skip
+def shard(request: pytest.FixtureRequest, config: ModelConfig) -> Shard:
+    """Every size of the configuration that is cut can be cut in four."""
+    return Shard(config, *request.param)
+
+
+def build(shard: Shard) -> tuple[list[Op], Activations, WeightLayout, KVShape]:
+    layout, local = WeightLayout.from_shard(shard), shard.local
+    kv = KVShape(SLOTS, LENGTH, local.num_layers, local.num_kv_heads, local.head_dim)
+    bases = Bases(WEIGHTS, KV, ROTARY, ROTARY + rotary_bytes(local, LENGTH) // 2)
+    ops, activations = build_qwen3(shard, layout, kv, bases)
     return ops, activations, layout, kv
 
 
-def lowered(config: ModelConfig, mode: Mode, part_flops: float = 1e15) -> tuple[Table, Arena]:
-    ops, activations, _, _ = build(config)
-    rows = SLOTS if mode is Mode.FEW else 128
-    arena = activations.arena(mode, rows, 4, THREADS, LENGTH, ARENA)
+def group_layout(shard: Shard) -> GroupLayout:
+    return GroupLayout(shard, THREADS, SIZES[Mode.FEW], SIZES[Mode.MANY])
+
+
+def lowered(shard: Shard, mode: Mode, part_flops: float = 1e15) -> tuple[Table, Arena]:
+    ops, activations, _, _ = build(shard)
+    exchanges = group_layout(shard).exchanges(mode, shard.rank, SHARED)
+    arena = activations.arena(mode, SIZES[mode].rows, 4, THREADS, LENGTH, ARENA, exchanges)
     return lower(ops, arena, part_flops), arena
 
 
-def test_arena_buffers_do_not_overlap(config: ModelConfig) -> None:
+def own_buffers(arena: Arena) -> list[Buffer]:
+    """Those that no other socket sees, in the order of their addresses."""
+    buffers = sorted(arena.buffers().values(), key=lambda buffer: buffer.address)
+    return [buffer for buffer in buffers if buffer.address < SHARED]
+
+
+def test_arena_buffers_do_not_overlap(shard: Shard) -> None:
     """Every tensor of the mode has room for all its rows and all threads' copies."""
     for mode in Mode:
-        _, arena = lowered(config, mode)
-        buffers = sorted(arena.buffers().values(), key=lambda buffer: buffer.address)
+        _, arena = lowered(shard, mode)
+        buffers = own_buffers(arena)
+        assert len(buffers) == len(arena.buffers()) - 3
         assert buffers[0].address == ARENA
         for one, following in pairwise(buffers):
             assert one.address + one.size_bytes <= following.address
         assert buffers[-1].address + buffers[-1].size_bytes <= ARENA + arena.size_bytes
         assert all(buffer.address % 64 == 0 for buffer in buffers)
+
+
+def test_shared_memory_is_nobodys_twice(shard: Shard) -> None:
+    """Control block, mailboxes, every socket's shares and the logits: in order, without overlap."""
+    layout = group_layout(shard)
+    pieces = [(0, control_bytes(shard.count))]
+    for mode in Mode:
+        box, sizes = layout.mailbox(mode), SIZES[mode]
+        fields = list(box.fields().values())
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(fields))
+        assert sum(fields[-1]) <= box.size_bytes
+        pieces += [(layout.mailbox_offset(mode, rank), box.size_bytes)
+                   for rank in range(shard.count)]  # fmt: skip
+        shares = [layout.exchanges(mode, rank, 0) for rank in range(shard.count)]
+        size = 4 * sizes.rows * shard.whole.hidden_size
+        for rank, share in enumerate(shares):
+            sums = (share.attention, share.mlp)
+            assert {one.count for one in (*sums, share.logits)} == {shard.count}
+            pieces += [(one.base + rank * one.stride, size) for one in sums]
+        pieces.append((layout.logits_offset(mode), sizes.logit_rows * layout.logits_row_bytes))
+        # Sockets write side by side into rows that hold all columns.
+        assert {share.logits.base for share in shares} == {layout.logits_offset(mode)}
+        assert shard.count * shares[0].logits.stride == layout.logits_row_bytes
+    pieces.sort()
+    for (one, size), (following, _) in pairwise(pieces):
+        assert one + size <= following
+    assert sum(pieces[-1]) <= layout.size_bytes
+    assert all(offset % 64 == 0 for offset, _ in pieces)
+
+
+def test_all_sockets_agree_on_the_shared_memory(config: ModelConfig) -> None:
+    """Every process computes the offsets for itself."""
+    for count in (2, 4):
+        layouts = [group_layout(Shard(config, rank, count)) for rank in range(count)]
+        assert len({layout.size_bytes for layout in layouts}) == 1
+        for mode in Mode:
+            for rank in range(count):
+                assert len({layout.mailbox_offset(mode, rank) for layout in layouts}) == 1
+                assert len({layout.exchanges(mode, rank, 0) for layout in layouts}) == 1
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_sockets_meet_at_the_same_barriers(config: ModelConfig, mode: Mode) -> None:
+    """A barrier of all sockets that one of them passes by would hang the others."""
+    for split in ExpertSplit:
+        for count in (2, 4):
+            shards = [Shard(config, rank, count, split) for rank in range(count)]
+            tables = [lowered(shard, mode, 1e5)[0].words for shard in shards]
+            for table in tables[1:]:
+                assert np.array_equal(table[:, :3], tables[0][:, :3])
+            waits = tables[0][:, 1] & oc.ALL_TEAMS != 0
+            # Embedding, two sums per layer, logits.
+            assert waits.sum() == 2 * config.num_layers + 2
+            assert waits[-1]
 
 
 def test_local_tensors_exist_per_thread_in_decode_only() -> None:
@@ -72,9 +156,9 @@ def test_local_tensors_exist_per_thread_in_decode_only() -> None:
         assert ("p" in arena.buffers()) is (mode is Mode.FEW)
 
 
-def test_a_plan_equals_the_placed_program(config: ModelConfig) -> None:
+def test_a_plan_equals_the_placed_program(shard: Shard) -> None:
     """Sizes do not depend on addresses, so memory can be planned before there is any."""
-    ops, activations, _, _ = build(config)
+    ops, activations, _, _ = build(shard)
     for mode in Mode:
         sizes = {
             base: activations.arena(mode, 4, 4, THREADS, LENGTH, base).size_bytes
@@ -84,17 +168,17 @@ def test_a_plan_equals_the_placed_program(config: ModelConfig) -> None:
     assert len({op.name for op in ops}) == len(ops)
 
 
-def test_barriers_of_a_decode_step(config: ModelConfig) -> None:
-    """At most six per layer (qkv, attention, o_proj, router, up, down), and one for lm_head."""
-    table, _ = lowered(config, Mode.FEW)
-    routed = sum(config.moe_layers)
-    assert table.num_barriers == 5 * config.num_layers + routed + 1
+def test_barriers_of_a_decode_step(shard: Shard) -> None:
+    """At most six per layer (qkv, attention, o_proj, router, up, down), plus embed and lm_head."""
+    table, _ = lowered(shard, Mode.FEW)
+    routed = sum(shard.whole.moe_layers)
+    assert table.num_barriers == 5 * shard.whole.num_layers + routed + 2
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_the_last_row_synchronises(config: ModelConfig, mode: Mode) -> None:
+def test_the_last_row_synchronises(shard: Shard, mode: Mode) -> None:
     """A step is over when everybody has arrived; the interpreter relies on that."""
-    table, _ = lowered(config, mode)
+    table, _ = lowered(shard, mode)
     assert table.words[-1, 1] & oc.SYNC
     if mode is Mode.MANY:
         assert (table.words[:, 1] & oc.SYNC).all()
@@ -102,15 +186,16 @@ def test_the_last_row_synchronises(config: ModelConfig, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_addresses_lie_in_their_memory(config: ModelConfig, mode: Mode) -> None:
+def test_addresses_lie_in_their_memory(shard: Shard, mode: Mode) -> None:
     """Weights, KV tensor, rotary tables and arena: no argument points anywhere else."""
-    table, arena = lowered(config, mode)
-    _, _, layout, kv = build(config)
+    table, arena = lowered(shard, mode)
+    _, _, layout, kv = build(shard)
     spans = [
         (WEIGHTS, layout.size_bytes),
         (KV, kv.size_bytes),
-        (ROTARY, rotary_bytes(config, LENGTH)),
+        (ROTARY, rotary_bytes(shard.whole, LENGTH)),
         (ARENA, arena.size_bytes),
+        (SHARED, group_layout(shard).size_bytes),
     ]
     arguments = table.words[:, oc.FIRST_ARG :].reshape(-1)
     addresses = arguments[arguments >= WEIGHTS]
@@ -121,10 +206,10 @@ def test_addresses_lie_in_their_memory(config: ModelConfig, mode: Mode) -> None:
     assert arguments[arguments < WEIGHTS].max() < 1 << 34
 
 
-def test_every_weight_is_used(config: ModelConfig) -> None:
+def test_every_weight_is_used(shard: Shard) -> None:
     """Each place of the layout is some op's argument: a weight left out gives wrong answers."""
-    table, _ = lowered(config, Mode.MANY)
-    _, _, layout, _ = build(config)
+    table, _ = lowered(shard, Mode.MANY)
+    _, _, layout, _ = build(shard)
     used = set(table.words[:, oc.FIRST_ARG :].reshape(-1).tolist())
     places = [layout.final_norm, layout.lm_head]
     places += [layout.embedding] if layout.embedding else []
@@ -135,18 +220,18 @@ def test_every_weight_is_used(config: ModelConfig) -> None:
     assert {WEIGHTS + place.offset for place in places} <= used
 
 
-def test_rows_remember_their_op(config: ModelConfig) -> None:
+def test_rows_remember_their_op(shard: Shard) -> None:
     """Times are measured per row and shown per op."""
-    ops, _, _, _ = build(config)
-    table, _ = lowered(config, Mode.MANY)
+    ops, _, _, _ = build(shard)
+    table, _ = lowered(shard, Mode.MANY)
     assert table.num_rows == len(table.words) == len(table.op_of_row)
     assert sorted(set(table.op_of_row)) == list(range(len(ops)))
     assert list(table.op_of_row) == sorted(table.op_of_row)
 
 
-def test_cost_and_roofline(config: ModelConfig) -> None:
+def test_cost_and_roofline(shard: Shard) -> None:
     """The step's bound is that of its sums, which lies below the sum of the ops' bounds."""
-    ops, _, _, _ = build(config)
+    ops, _, _, _ = build(shard)
     load, ceiling = Load(1, 100, 1), Ceiling(bytes_per_s=1e9, flops_per_s=1e10)
     costs = cost(ops, load, ceiling, measured_s=[2.0] * len(ops))
     assert [one.name for one in costs] == [op.name for op in ops]
@@ -160,10 +245,30 @@ def test_cost_and_roofline(config: ModelConfig) -> None:
     assert roofline_s(ops, many, ceiling) > 20 * bound
 
 
-def test_rotary_tables(config: ModelConfig) -> None:
+@pytest.mark.parametrize("split", ExpertSplit)
+@pytest.mark.parametrize("count", [2, 4])
+def test_sockets_share_the_work(config: ModelConfig, count: int, split: ExpertSplit) -> None:
+    """What is cut adds up to one socket's work, by which ceilings are predicted."""
+    load = Load(3, 100, 2)
+    whole = {op.name: op.flops(load) for op in build(Shard(config))[0]}
+    cut = [build(Shard(config, rank, count, split))[0] for rank in range(count)]
+    parts = {op.name: 0.0 for op in cut[0]}
+    for ops in cut:
+        for op in ops:
+            parts[op.name] += op.flops(load)
+    assert parts.keys() == whole.keys()
+    shared = ("attention", "o_proj", "experts", "mlp", "lm_head")
+    for name, flops in whole.items():
+        if name.endswith(shared):
+            assert parts[name] == pytest.approx(flops), name
+        else:
+            assert flops <= parts[name] <= count * flops, name
+
+
+def test_rotary_tables(shard: Shard) -> None:
     """cos, then sin, of position × frequency."""
-    region, cos, sin = write_rotary_tables(config, 5000)
-    half = config.head_dim // 2
+    region, cos, sin = write_rotary_tables(shard.whole, 5000)
+    half = shard.whole.head_dim // 2
     assert sin - cos == 5000 * half * 4
     tables = region.array(0, (2, 5000, half), np.float32)
     angles = np.outer(np.arange(5000), 10_000.0 ** (-np.arange(half) / half))

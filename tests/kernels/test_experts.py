@@ -46,20 +46,24 @@ class Group:
         self.address = address(self.memory)
 
     def fill(
-        self, ids: NDArray[np.int32], weights: F32, first: int = 0, last: int | None = None
-    ) -> None:
+        self, ids: NDArray[np.int32], weights: F32, first: int = 0, last: int | None = None,
+        first_expert: int = 0,
+    ) -> None:  # fmt: skip
+        """Groups experts first … last-1 of those held, which begin at id `first_expert`."""
         counts = np.full(self.num_experts, -1, np.int32)
         group_experts(
-            address(ids), address(weights), len(ids), ids.shape[1], self.num_experts,
-            self.address, address(counts), first, self.num_experts if last is None else last,
+            address(ids), address(weights), len(ids), ids.shape[1], first_expert,
+            self.num_experts, self.address, address(counts), first,
+            self.num_experts if last is None else last,
         )  # fmt: skip
 
-    def read(self) -> Groups:
+    def read(self, held: int | None = None) -> Groups:
+        """What the group says; it must hold `held` assignments, by default all."""
         assert (self.memory[-8:] == -99).all(), "written past its end"
         active = num_active(self.address)
         experts = self.memory[HEADER : HEADER + active]
         begins = self.memory[HEADER + self.num_experts :][: active + 1]
-        assert begins[0] == 0 and begins[-1] == self.assignments
+        assert begins[0] == 0 and begins[-1] == (self.assignments if held is None else held)
         rows = self.memory[HEADER + 2 * self.num_experts + 1 :]
         weights = rows[self.assignments :].view(np.float32)
         return [
@@ -95,6 +99,44 @@ def test_three_threads_group_like_one(rows: int, top_k: int, num_experts: int) -
     for thread in threads:
         thread.join()
     assert group.read() == naive.group_experts(ids, weights)
+
+
+@pytest.mark.parametrize(("rows", "top_k", "num_experts"), [(1, 8, 128), (5, 2, 8), (64, 4, 20)])
+@pytest.mark.parametrize("sockets", [2, 4])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sockets_group_their_own_experts(
+    rows: int, top_k: int, num_experts: int, sockets: int, threads: int
+) -> None:
+    """Together all assignments, each once, at the index its expert has among those held."""
+    ids, weights = routing(rows, top_k, num_experts)
+    held = num_experts // sockets
+    found: Groups = []
+    for begin in range(0, num_experts, held):
+        group = Group(held, rows * top_k)
+        # Backwards: no share of the experts may lean on another one's work.
+        for i in reversed(range(threads)):
+            shares = held * i // threads, held * (i + 1) // threads
+            group.fill(ids, weights, *shares, first_expert=begin)
+        mine = group.read(int(((ids >= begin) & (ids < begin + held)).sum()))
+        assert all(0 <= expert < held for expert, _, _ in mine)
+        found += [(begin + expert, members, values) for expert, members, values in mine]
+    assert found == naive.group_experts(ids, weights)
+
+
+def test_a_socket_nobody_chose() -> None:
+    """No active expert, and down then gives zeros instead of what was there."""
+    ids, weights = np.array([[0, 1], [1, 3]], np.int32), np.ones((2, 2), np.float32)
+    group = Group(4, 4)
+    group.fill(ids, weights, first_expert=4)
+    assert group.read(0) == []
+    out = np.full((2, 64), np.nan, np.float32)
+    panel = np.full(64 * 64, 0x3F80, np.uint16)
+    buffer = scratch(SCRATCH_BYTES)
+    experts_down(
+        address(panel), 128, address(panel), 32, 1, 4, group.address, 2, 0, 1, address(out), 256,
+        address(buffer),
+    )  # fmt: skip
+    assert (out == 0).all()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 9])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ellm_kernels.embedding import embed_rows
-from ellm_kernels.pack import embed_packed_rows, pack_panels
+from ellm_kernels.embedding import embed_packed_rows, embed_rows
+from ellm_kernels.pack import pack_panels
 from ellm_kernels.tiles import HALF_PANEL, PANEL, packed_bytes, packed_up_bytes
 from tests.kernels.support import address
 from tests.naive import gemm as naive
@@ -65,8 +65,8 @@ def test_embed_packed_rows_equals_embed_rows(vocab: int, hidden: int) -> None:
     panels = naive.pack_panels(table)
     ids = np.array([0, vocab - 1, 63, 1, 62, vocab // 2, 0], np.int32)
     plain, packed = (np.full((len(ids), hidden), -7, np.float32) for _ in range(2))
-    embed_rows(address(table), address(ids), hidden, 1, len(ids), address(plain))
-    embed_packed_rows(address(panels), address(ids), hidden, 1, len(ids), address(packed))
+    for embed, held, out in ((embed_rows, table, plain), (embed_packed_rows, panels, packed)):
+        embed(address(held), address(ids), 0, vocab, hidden, 1, len(ids), address(out))
     assert np.array_equal(packed.view(np.uint32), plain.view(np.uint32))
     assert np.array_equal(packed[1:].view(np.uint32) >> 16, table[ids[1:]])
     assert (packed[0] == -7).all()

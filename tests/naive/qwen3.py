@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +35,11 @@ def f32(x: NDArray[np.floating]) -> F32:
 
 @dataclass(frozen=True)
 class Qwen3:
-    """A checkpoint and its dimensions."""
+    """A checkpoint and its dimensions. `scores`: the last prompt's router logits, by layer."""
 
     config: ModelConfig
     weights: Mapping[str, F32]
+    scores: list[F32] = field(default_factory=list)
 
     @classmethod
     def load(cls, directory: Path) -> Qwen3:
@@ -46,6 +47,7 @@ class Qwen3:
 
     def logits(self, token_ids: tuple[int, ...]) -> F32:
         """[position, vocab]"""
+        self.scores.clear()
         positions = np.arange(len(token_ids))
         residual = bf16(self.weights["model.embed_tokens.weight"])[list(token_ids)]
         for layer in range(self.config.num_layers):
@@ -60,6 +62,17 @@ class Qwen3:
         tied = self.config.tie_word_embeddings
         head = "model.embed_tokens" if tied else "lm_head"
         return self._linear(self._norm(residual, "model.norm"), head)
+
+    def routing_gaps(self, token_ids: tuple[int, ...]) -> F32:
+        """Per position, by how much of the router logits' deviation the last chosen expert beat
+        the next one, least of all layers: how near another rounding is to another choice."""
+        self.logits(token_ids)
+        gaps = np.full(len(token_ids), np.inf, np.float32)
+        for scores in self.scores:
+            best = np.sort(scores, axis=1)[:, ::-1]
+            last = self.config.num_experts_per_tok - 1
+            gaps = np.minimum(gaps, (best[:, last] - best[:, last + 1]) / scores.std())
+        return gaps
 
     def _linear(self, x: F32, name: str) -> F32:
         """x · weightᵀ; x has been rounded by whoever made it.
@@ -113,6 +126,7 @@ class Qwen3:
         """Each row's experts, added up in the order of their ids."""
         config = self.config
         scores = self._linear(x, f"{prefix}gate")
+        self.scores.append(scores)
         ids, weights = ops.route_rows(scores, config.num_experts_per_tok, config.norm_topk_prob)
         out = np.zeros_like(x)
         for expert in range(config.num_experts):
