@@ -6,6 +6,7 @@ A verb's module imports what it computes with inside `run`, so that `--help` sta
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     args = build_parser().parse_args(argv)
+    # The start's own lines: kernels from cache or compiled, weights, slots and their memory.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("ellm_serve").setLevel(logging.INFO)
     try:
         _check_isa()
         code = VERBS[args.verb].run(args)

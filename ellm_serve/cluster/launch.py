@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from ellm_serve.cluster.startup import Start
 from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.loading import load_executor
 from ellm_serve.engine.solo import ExecutorOptions
 from ellm_serve.model.generation_config import GenerationDefaults, end_token_ids
+
+logger = logging.getLogger(__name__)
 
 
 def launch_engine(start: Start, progress: bool = False) -> Engine:
@@ -17,6 +21,7 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
     """
     config = start.config
     assert config.sequence_length is not None and config.kv_budget_bytes is not None
+    logger.info("%s; %d threads", start.plan.summary(), len(start.cores))
     executor = load_executor(
         start.model_dir,
         start.model,
