@@ -56,12 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EllmError as error:
         print(f"ellm-serve: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has left; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except OSError as error:
+        # A full disk or a closed stream; whatever the interpreter still wants to flush is lost.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"ellm-serve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _check_isa() -> None:

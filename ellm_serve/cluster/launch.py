@@ -21,6 +21,8 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
     """
     config = start.config
     assert config.sequence_length is not None and config.kv_budget_bytes is not None
+    if start.plan.warning:
+        logger.warning("%s", start.plan.warning)
     logger.info("%s; %d threads", start.plan.summary(), len(start.cores))
     executor = load_executor(
         start.model_dir,

@@ -27,6 +27,7 @@ SPIN_CYCLES = 528  # how long a thread spins for a next step before it sleeps
 BARRIER_CYCLES = 536  # how long a barrier may take
 LIMIT = 544  # cycle count after which a step should yield; 0: never
 TIMESPEC = 552  # the longest single sleep: two int64
+FINISHED = 576  # threads that have left the running step
 HEARTBEATS = 640  # per thread, one line: cycle count of its last sign of life
 MAX_THREADS = 512
 CONTROL_BYTES = HEARTBEATS + 64 * MAX_THREADS

@@ -15,6 +15,7 @@ from ellm_kernels.control import (
     ABORT,
     DESCRIPTOR,
     DONE,
+    FINISHED,
     NUM_THREADS,
     WORK,
     YIELD,
@@ -132,13 +133,14 @@ def serve_steps(control: int, thread: int, seen: int) -> int:
         if number < 0:
             return atomic_load(control + ABORT)
         seen = number
-        code = run_program(
-            control, load_i64(control + DESCRIPTOR), thread, load_i64(control + NUM_THREADS)
-        )
+        num_threads = load_i64(control + NUM_THREADS)
+        code = run_program(control, load_i64(control + DESCRIPTOR), thread, num_threads)
         if code != 0:
             futex_wake(control + DONE)
             return code
-        if thread == 0:
+        # The last thread says it: then nobody looks at the step's memory any more.
+        if atomic_add(control + FINISHED, 1) == num_threads - 1:
+            atomic_store(control + FINISHED, 0)
             atomic_store(control + DONE, number)
             futex_wake(control + DONE)
 
