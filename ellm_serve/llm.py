@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, SupportsIndex
 
 from ellm_serve.cluster.launch import launch_engine
 from ellm_serve.cluster.startup import plan_start
 from ellm_serve.config import EngineConfig
 from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.stream import TokenStream
-from ellm_serve.errors import EngineError, InvalidRequest, ModelError
+from ellm_serve.errors import EngineError, InvalidRequest
 from ellm_serve.model.generation_config import GenerationDefaults
 from ellm_serve.request import (
     FinishReason,
@@ -31,7 +33,7 @@ from ellm_serve.request import (
     TokenLogprobs,
     Usage,
 )
-from ellm_serve.text.chat_encoder import ChatEncoder
+from ellm_serve.text.chat_encoder import ChatEncoder, ChatPrompt
 from ellm_serve.text.chat_template import ChatTemplate
 from ellm_serve.text.detokenizer import IncrementalDetokenizer
 from ellm_serve.text.stop import StopStrings
@@ -83,6 +85,80 @@ class Completion:
         )
 
 
+@dataclass(slots=True)
+class Turn:
+    """What a session's last turn was: the prompt's text and ids, and the answer so far."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str = ""
+    answer_ids: tuple[int, ...] = ()
+
+    def extend(self, tokenizer: Tokenizer, prompt: ChatPrompt) -> list[int]:
+        """The next prompt's ids: those of this turn as they were sampled, and only the rest anew.
+
+        Tokenising an answer's text again often gives other ids than were sampled, and the keys and
+        values of all that follows would be lost.
+        """
+        kept = self.text + self.answer
+        if not self.answer or not prompt.text.startswith(kept):
+            return prompt.token_ids
+        tail = tokenizer.encode_marked(prompt.marked.tail(len(kept)))
+        return [*self.token_ids, *self.answer_ids, *tail]
+
+
+class TextStream:
+    """Iterates over the pieces of one answer; closing or dropping it ends the generation."""
+
+    def __init__(self, stream: TokenStream, tokenizer: Tokenizer, stop: StopStrings) -> None:
+        self._stream = stream
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop = stop
+        self._finished = False
+        self.turn: Turn | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> TextDelta:
+        if self._finished:
+            raise StopIteration
+        delta = next(self._stream)
+        if delta.finish_reason is FinishReason.ERROR:
+            self._finished = True
+            raise EngineError(delta.error or "the generation failed")
+        plain = self._detokenizer.push_all(delta.token_ids)
+        text = self._stop.push(plain)
+        finish, stop = delta.finish_reason, delta.stop_token_id
+        if self._stop.matched is not None:
+            self.close()
+            return self._delta(delta, text, FinishReason.STOP, self._stop.matched)
+        if finish is not None:
+            self._finished = True
+            rest = self._detokenizer.flush()
+            text += self._stop.push(rest) + self._stop.flush()
+            plain += rest
+        if self.turn is not None:
+            self.turn.answer += plain
+            self.turn.answer_ids += delta.token_ids
+        return self._delta(delta, text, finish, stop)
+
+    def _delta(
+        self, delta: TokenDelta, text: str, finish: FinishReason | None, stop: str | int | None
+    ) -> TextDelta:
+        return TextDelta(
+            text, delta.token_ids, delta.usage, finish, stop, delta.logprobs, delta.prompt_logprobs
+        )
+
+    def close(self) -> None:
+        """Ends the generation; more pieces do not come."""
+        self._finished = True
+        self._stream.abort()
+
+    def __del__(self) -> None:
+        self._stream.abort()
+
+
 class LLM:
     """A model, its tokenizer and a running engine.
 
@@ -102,6 +178,7 @@ class LLM:
         template = ChatTemplate.from_dir(self.model_dir)
         self._encoder = ChatEncoder(self.tokenizer, template) if template else None
         self._ids = itertools.count()
+        self._turns: dict[str, Turn] = {}
         # Last, so that a broken tokenizer does not leave an engine behind.
         self.engine: Engine = launch_engine(start, progress)
 
@@ -133,13 +210,30 @@ class LLM:
     ) -> list[Completion]:
         """Continues one or several prompts (strings or token ids); they are computed together.
 
-        Without `sampling` the model's own defaults hold and at most 16 tokens are generated.
+        Without `sampling` the model's own defaults hold and at most 16 tokens are generated. All
+        prompts are checked before the first one starts; if one fails, the others are ended.
         """
-        streams = [
-            self.stream(prompt, sampling, stop=stop, session=session)
-            for prompt in _as_list(prompts)
-        ]
-        return [Completion.collect(stream) for stream in streams]
+        sampling = sampling or self.sampling()
+        requests = [self._request(self._ids_of(one), sampling, session) for one in _list(prompts)]
+        for request in requests:
+            self.engine.check(request)
+        started: list[TextStream] = []
+
+        def complete(request: GenerateRequest) -> Completion:
+            stream = self._start(request, stop)
+            started.append(stream)
+            return Completion.collect(stream)
+
+        # Enough in flight to keep every slot busy, few enough to stay within the queue's bounds;
+        # a reader each, so that stop strings act at once.
+        with ThreadPoolExecutor(2 * self.config.batch_size, "ellm-generate") as pool:
+            try:
+                return list(pool.map(complete, requests))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for stream in started:
+                    stream.close()
+                raise
 
     def stream(
         self,
@@ -148,25 +242,19 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         session: str | None = None,
-    ) -> Iterator[TextDelta]:
-        """Continues a prompt piece by piece; closing the iterator ends the generation."""
-        if isinstance(prompt, str):
-            # A raw prompt is the caller's own: control tokens in it count.
-            ids = self.tokenizer.encode(prompt, allow_special=True)
-        else:
-            ids = list(prompt)
-        return self._submit(ids, sampling or self.sampling(), stop, session)
+    ) -> TextStream:
+        """Continues a prompt piece by piece; closing or dropping the stream ends the generation."""
+        request = self._request(self._ids_of(prompt), sampling or self.sampling(), session)
+        return self._start(request, stop)
 
     def chat(
         self,
         messages: Sequence[Message],
         sampling: SamplingParams | None = None,
-        *,
-        stop: str | Sequence[str] = (),
-        session: str | None = None,
+        **options: Any,
     ) -> Completion:
-        """Answers a conversation (OpenAI's message form)."""
-        return Completion.collect(self.chat_stream(messages, sampling, stop=stop, session=session))
+        """Answers a conversation (OpenAI's message form); options as for `chat_stream`."""
+        return Completion.collect(self.chat_stream(messages, sampling, **options))
 
     def chat_stream(
         self,
@@ -177,54 +265,58 @@ class LLM:
         session: str | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
-    ) -> Iterator[TextDelta]:
+        continue_final_message: bool = False,
+        allow_special: bool = False,
+    ) -> TextStream:
         """Answers a conversation piece by piece.
 
         Without `sampling` the model's defaults hold, up to the end of the slot. With `session` the
-        keys and values of earlier turns under that name are used again.
+        keys and values of earlier turns under that name are used again. `allow_special`: control
+        tokens spelt in messages count, as in transformers.
         """
         if self._encoder is None:
-            raise ModelError(f"{self.model_dir} has no chat template; use generate instead")
-        prompt = self._encoder.encode_chat(messages, tools=tools, variables=template_variables)
-        sampling = sampling or dataclasses.replace(
-            self.sampling(), max_tokens=self.defaults.max_new_tokens
+            raise InvalidRequest(f"{self.model_dir} has no chat template; use generate", "messages")
+        prompt = self._encoder.encode_chat(
+            messages,
+            tools=tools,
+            variables=template_variables,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            allow_special=allow_special,
         )
-        return self._submit(prompt.token_ids, sampling, stop, session)
+        sampling = sampling or self.sampling(max_tokens=self.defaults.max_new_tokens)
+        turn = self._turns.get(session) if session is not None else None
+        ids = turn.extend(self.tokenizer, prompt) if turn else prompt.token_ids
+        stream = self._start(self._request(ids, sampling, session), stop)
+        if session is not None:
+            self._turns[session] = stream.turn = Turn(prompt.text, tuple(ids))
+        return stream
 
     # --- engine --------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        stop: str | Sequence[str],
-        session: str | None,
-    ) -> Iterator[TextDelta]:
-        """Submits at once (so that refusals come now) and returns the iterator."""
-        strings = StopStrings([stop] if isinstance(stop, str) else stop)
-        request = GenerateRequest(
-            f"llm-{next(self._ids)}", tuple(token_ids), sampling, session_key=session
-        )
-        return self._deltas(self.engine.submit(request), strings)
+    def _ids_of(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            # A raw prompt is the caller's own: control tokens in it count.
+            return self.tokenizer.encode(prompt, allow_special=True)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InvalidRequest("a prompt is a string or a list of token ids", "prompt") from None
 
-    def _deltas(self, stream: TokenStream, stop: StopStrings) -> Iterator[TextDelta]:
-        detokenizer = IncrementalDetokenizer(self.tokenizer)
-        with stream:
-            for delta in stream:
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise EngineError(delta.error or "the generation failed")
-                text = stop.push(detokenizer.push_all(delta.token_ids))
-                if stop.matched is not None:
-                    yield _text_delta(delta, text, FinishReason.STOP, stop.matched)
-                    return
-                if delta.finish_reason is not None:
-                    text += stop.push(detokenizer.flush()) + stop.flush()
-                    yield _text_delta(delta, text, delta.finish_reason, delta.stop_token_id)
-                    return
-                yield _text_delta(delta, text, None, None)
+    def _request(
+        self, ids: Sequence[int], sampling: SamplingParams, session: str | None
+    ) -> GenerateRequest:
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequest("sampling must be SamplingParams; see LLM.sampling", "sampling")
+        return GenerateRequest(f"llm-{next(self._ids)}", tuple(ids), sampling, session)
+
+    def _start(self, request: GenerateRequest, stop: str | Sequence[str]) -> TextStream:
+        """Submits at once, so that refusals come now."""
+        strings = StopStrings([stop] if isinstance(stop, str) else stop)
+        return TextStream(self.engine.submit(request), self.tokenizer, strings)
 
     def close(self) -> None:
-        """Ends the engine and gives its memory back."""
+        """Ends the engine and gives its memory back; running generations are ended."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -239,24 +331,19 @@ class LLM:
         self.close()
 
 
-def _text_delta(
-    delta: TokenDelta, text: str, finish: FinishReason | None, stop: str | int | None
-) -> TextDelta:
-    return TextDelta(
-        text, delta.token_ids, delta.usage, finish, stop, delta.logprobs, delta.prompt_logprobs
-    )
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several; a flat sequence of ints is one prompt."""
+def _list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several; a flat sequence of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    try:
+        items = list(prompts)
+    except TypeError:
+        raise InvalidRequest("prompts are strings or lists of token ids", "prompt") from None
     if not items:
         raise InvalidRequest("at least one prompt is needed", "prompt")
-    ids = [item for item in items if isinstance(item, int)]
-    if len(ids) == len(items):
-        return [ids]
-    if ids:
+    numbers = [isinstance(item, SupportsIndex) for item in items]
+    if all(numbers):
+        return [items]  # type: ignore[list-item]
+    if any(numbers):
         raise InvalidRequest("prompts are strings or lists of token ids, not a mix", "prompt")
-    return [item for item in items if not isinstance(item, int)]
+    return items  # type: ignore[return-value]

@@ -6,6 +6,7 @@ and never text; stop *strings* are therefore not here but in `text.stop`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -48,37 +49,47 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("temperature", self.temperature, 0.0, 100.0)
-        self._check("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        self._check("min_p", self.min_p, 0.0, 1.0)
-        self._check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        self._check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._check("top_k", self.top_k, -1, 1 << 31)
-        self._check("min_tokens", self.min_tokens, 0, 1 << 31)
-        if self.max_tokens is not None:
-            self._check("max_tokens", self.max_tokens, 0, 1 << 31)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(
-                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens"
-                    f" ({self.max_tokens})",
-                    "min_tokens",
-                )
-        for name, count in (
-            ("logprobs", self.logprobs),
-            ("prompt_logprobs", self.prompt_logprobs),
-        ):
-            if count is not None:
-                self._check(name, count, 0, MAX_LOGPROBS)
+        self._number("temperature", 0.0, 100.0)
+        self._number("top_p", 0.0, 1.0, open_low=True)
+        self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 0.0, 100.0, open_low=True)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._count("top_k", -1, _MANY)
+        self._count("min_tokens", 0, _MANY)
+        self._count("max_tokens", 0, _MANY, optional=True)
+        self._count("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._count("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._count("seed", -(1 << 63), (1 << 64) - 1, optional=True)
+        object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
 
-    @staticmethod
-    def _check(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    def _number(self, name: str, low: float, high: float, open_low: bool = False) -> None:
+        """A finite float in the range; a whole number becomes one, so that kernels see one type."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
         # Written so that NaN fails too.
         if not (low < value <= high if open_low else low <= value <= high):
             bracket = "(" if open_low else "["
             raise InvalidRequest(
                 f"{name} must be in {bracket}{low:g}, {high:g}], got {value}", name
             )
+        object.__setattr__(self, name, float(value))
+
+    def _count(self, name: str, low: int, high: int, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not _is_int(value):
+            raise InvalidRequest(f"{name} must be a whole number, got {value!r}", name)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} must be in [{low}, {high}], got {value}", name)
 
     @property
     def greedy(self) -> bool:
@@ -88,6 +99,38 @@ class SamplingParams:
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
+MAX_BIAS = 1e6
+_MANY = 1 << 31
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or not all(map(_is_int, value)):
+        raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+    return tuple(value)
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias; also given as a mapping."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Sequence):
+        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
+    checked = []
+    for pair in pairs:
+        if not (isinstance(pair, Sequence) and len(pair) == 2 and _is_int(pair[0])):
+            raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
+        token_id, bias = pair
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(
+                f"logit_bias must be a number in [{-MAX_BIAS:g}, {MAX_BIAS:g}], got {bias!r}",
+                "logit_bias",
+            )
+        checked.append((token_id, float(bias)))
+    return tuple(checked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _read_lines() -> Iterator[str]:
     """Lines the user types, or standard input's when it is a pipe."""
-    while True:
+    while sys.stdin is not None:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
@@ -104,12 +104,12 @@ def run(args: argparse.Namespace) -> int:
                 break
             if line == "/reset":
                 conversation.reset()
-            elif line.startswith("/"):
+            elif line == "/help":
                 print(_HELP, file=sys.stderr)
             else:
                 try:
                     conversation.ask(line)
                 except RequestError as error:
-                    print(f"refused: {error}", file=sys.stderr)
+                    print(f"refused: {error} (the conversation starts over)", file=sys.stderr)
                     conversation.reset()
     return 0

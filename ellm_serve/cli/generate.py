@@ -8,6 +8,7 @@ import time
 
 from ellm_serve.cli.options import add_engine_flags, add_sampling_flags, engine_options, sampling
 from ellm_serve.cli.verb import Subparsers
+from ellm_serve.errors import ConfigError
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -23,10 +24,17 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt_file is not None:
-        with open(args.prompt_file, encoding="utf-8") as file:
-            return file.read()
-    return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+    try:
+        if args.prompt_file is not None:
+            with open(args.prompt_file, encoding="utf-8") as file:
+                return file.read()
+        if args.prompt == "-":
+            if sys.stdin is None:
+                raise ConfigError("--prompt - reads standard input, which is closed")
+            return sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the prompt: {error}") from error
+    return str(args.prompt)
 
 
 def run(args: argparse.Namespace) -> int:

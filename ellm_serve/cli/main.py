@@ -6,6 +6,7 @@ A verb's module imports what it computes with inside `run`, so that `--help` sta
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     args = build_parser().parse_args(argv)
+    # The start's own lines: kernels from cache or compiled, weights, slots and their memory.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("ellm_serve").setLevel(logging.INFO)
     try:
         _check_isa()
         code = VERBS[args.verb].run(args)
@@ -53,12 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EllmError as error:
         print(f"ellm-serve: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has left; the interpreter's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except OSError as error:
+        # A full disk or a closed stream; whatever the interpreter still wants to flush is lost.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"ellm-serve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _check_isa() -> None:

@@ -29,6 +29,10 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
         StartupError: the checkpoint cannot be loaded.
     """
     config = start.config
+    if start.plan.warning:
+        logger.warning("%s", start.plan.warning)
+    threads = sum(len(place.cores) for place in start.places)
+    logger.info("%s; %d threads on %d sockets", start.plan.summary(), threads, len(start.places))
     executor: Executor
     if config.workers == "ray":
         executor = launch_workers(start)

@@ -6,7 +6,6 @@ queue of requests that have not started is bounded in number and in prompt token
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ def validate(request: GenerateRequest, limits: ExecutorLimits) -> None:
     _check_ids(request.prompt_token_ids, limits.vocab_size, "prompt")
     _check_ids([token for token, _ in sampling.logit_bias], limits.vocab_size, "logit_bias")
     _check_ids(sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
-    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
-        raise InvalidRequest("logit_bias values must be finite numbers.", "logit_bias")
     # Without any output the prompt may fill the slot; otherwise one more token must be possible.
     needed = len(request.prompt_token_ids) + (sampling.max_tokens != 0)
     if needed > limits.sequence_length:

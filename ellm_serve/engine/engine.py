@@ -8,6 +8,7 @@ bug stops the engine. In every case each request gets a last delta, so nobody wa
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -90,6 +91,7 @@ class Engine:
         self._queue = QueueLoad(max_queued_requests, max_queued_tokens)
         self._closing = False
         self._stopped: str | None = None
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="ellm-engine", daemon=True)
         self._thread.start()
 
@@ -112,6 +114,8 @@ class Engine:
             Overloaded: the queue is full.
             EngineError: the engine has stopped.
         """
+        if os.getpid() != self._pid:
+            raise EngineError("An engine does not survive a fork; start one in the child process.")
         validate(request, self._limits)
         stream = TokenStream(request.request_id, self.abort)
         sequence = new_sequence(
@@ -129,6 +133,10 @@ class Engine:
             self._inbox.append(sequence)
             self._wake.notify()
         return stream if on_delta is None else None
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises what `submit` would raise about the request itself."""
+        validate(request, self._limits)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with FinishReason.ABORT; unknown or finished ones are ignored."""

@@ -15,6 +15,7 @@ from ellm_serve.errors import ModelError
 from ellm_serve.model.fields import JsonFields
 from ellm_serve.model.rope import RopeConfig
 
+MAX_LAYERS = 4096
 SUPPORTED_WEIGHTS = "unquantised safetensors in bf16, fp16 or fp32"
 
 
@@ -78,6 +79,8 @@ class ModelConfig:
         _refuse_unsupported(fields, architecture)
         moe = architecture is Architecture.QWEN3_MOE
         num_layers = fields.positive_int("num_hidden_layers")
+        if num_layers > MAX_LAYERS:
+            raise fields.refuse("num_hidden_layers", f"at most {MAX_LAYERS}")
         moe_layers = _moe_layers(fields, num_layers) if moe else (False,) * num_layers
         routed = any(moe_layers)
         num_heads = fields.positive_int("num_attention_heads")

@@ -36,6 +36,7 @@ TEAM_GENERATION = 64
 TEAM_WORK = 128  # next item of the running part
 TEAM_YIELD = 192  # the verdict of the last barrier
 TEAM_SIZE = 256  # threads
+TEAM_FINISHED = 280  # threads that have left the running step
 TEAM_LANES = 264  # addresses of the descriptors of lane 0 and 1, as this team sees them
 TEAM_HEARTBEATS = 320  # per thread, one line: cycle count of its last sign of life
 MAX_THREADS = 256
@@ -125,8 +126,14 @@ def barrier(control: int, team: int, num_threads: int, everybody: bool) -> int:
 
 
 @kernel
-def finish_step(control: int, number: int) -> None:
-    """Said once per team: the last one tells the engine's thread."""
+def finish_step(control: int, team: int, num_threads: int, number: int) -> None:
+    """Said by every thread: the last one of all tells the engine's thread.
+
+    Then nobody looks at the step's memory any more.
+    """
+    if atomic_add(team + TEAM_FINISHED, 1) < num_threads - 1:
+        return
+    atomic_store(team + TEAM_FINISHED, 0)
     if atomic_add(control + FINISHED, 1) == load_i64(control + NUM_TEAMS) - 1:
         atomic_store(control + FINISHED, 0)
         atomic_store(control + DONE, number)

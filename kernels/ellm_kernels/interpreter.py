@@ -146,8 +146,7 @@ def serve_steps(control: int, team: int, thread: int, seen: int) -> int:
         if code != 0:
             futex_wake(control + DONE)
             return code
-        if thread == 0:
-            finish_step(control, number)
+        finish_step(control, team, num_threads, number)
 
 
 assert opcodes.FIRST_ARG + max(len(names) for names in opcodes.ARGS.values()) <= opcodes.OP_WORDS

@@ -12,6 +12,7 @@ compiles and everybody else waits; an entry that cannot be loaded is thrown away
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import hashlib
@@ -39,6 +40,8 @@ from ellm_kernels import isa
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
 _entries: list[tuple[Any, str]] = []
+# What `compile_all` has done in this process.
+_ready: set[Any] = set()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -115,6 +118,7 @@ def cache_dir() -> Path:
             pass
     except OSError:
         path = Path(tempfile.mkdtemp(prefix="ellm-kernels-"))
+        atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 
 
@@ -158,7 +162,12 @@ def compile_all() -> CompileReport:
     rebuilt = 0
     with _locked(directory):
         for dispatcher, signature in _entries:
-            rebuilt += _load_or_compile(dispatcher, signature, directory)
+            if dispatcher not in _ready:
+                rebuilt += _load_or_compile(dispatcher, signature, directory)
+                _ready.add(dispatcher)
+    # From here on an argument of another type is an error and not a compilation in mid-request.
+    for dispatcher, _ in _entries:
+        dispatcher.disable_compile()
     hits = sum(sum(d.stats.cache_hits.values()) for d, _ in _entries)
     misses = sum(sum(d.stats.cache_misses.values()) for d, _ in _entries)
     return CompileReport(hits, misses, rebuilt, time.perf_counter() - start, directory)
@@ -181,9 +190,3 @@ def _load_or_compile(dispatcher: Any, signature: str, directory: Path) -> int:
         dispatcher.compile(signature)
         return 1
     return 0
-
-
-def clear_cache() -> None:
-    """Removes this variant's compiled entries."""
-    shutil.rmtree(cache_dir(), ignore_errors=True)
-    cache_dir.cache_clear()

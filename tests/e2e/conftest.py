@@ -1,4 +1,4 @@
-"""One engine on the built-in model for all end-to-end tests."""
+"""One engine on the built-in model per test module; its threads are gone afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from ellm_serve import LLM
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("builtin", sequence_length=2048) as model:
         yield model

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 
 from ellm_serve import LLM
-from ellm_serve.errors import ContextLengthExceeded, InvalidRequest
+from ellm_serve.errors import ContextLengthExceeded, EngineError, InvalidRequest
 from ellm_serve.request import FinishReason
 
 PROMPTS = ["def fibonacci(n):", "import os\n\n", "class Stack:\n    def push(self, item):\n", "x"]
@@ -83,6 +84,7 @@ def test_dropping_a_stream_frees_its_slot(llm: LLM) -> None:
         stream = llm.stream("x = ", llm.sampling(max_tokens=1500, ignore_eos=True))
         next(stream)
         del stream
+        llm.stream("y = ", llm.sampling(max_tokens=1500, ignore_eos=True)).close()
     assert llm.generate("x = ", llm.sampling(max_tokens=4))[0].usage.num_output_tokens > 0
     stats = llm.engine.stats()
     assert stats.num_decoding + stats.num_prefilling + stats.num_waiting == 0
@@ -91,7 +93,13 @@ def test_dropping_a_stream_frees_its_slot(llm: LLM) -> None:
 def test_refusals(llm: LLM) -> None:
     """Bad requests are refused before anything is computed, and the engine lives on."""
     with pytest.raises(InvalidRequest, match="empty|token"):
-        llm.generate("")
+        llm.generate(["fine", ""])
+    for bad in (None, [1.5], [["a"]], ["x", 5]):
+        with pytest.raises(InvalidRequest, match="prompt"):
+            llm.generate(bad)  # type: ignore[arg-type]
+    for field, value in (("max_tokens", 1.5), ("seed", "x"), ("top_k", True), ("min_p", "y")):
+        with pytest.raises(InvalidRequest, match=field):
+            llm.sampling(**{field: value})
     with pytest.raises(ContextLengthExceeded, match="2048"):
         llm.generate([[5] * 5000])
     with pytest.raises(InvalidRequest, match="4096"):
@@ -101,6 +109,48 @@ def test_refusals(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         llm.sampling(temperature=float("nan"))
     assert llm.generate("x", llm.sampling(max_tokens=1))[0].finish_reason is FinishReason.LENGTH
+
+
+def test_more_prompts_than_the_queue_takes(llm: LLM) -> None:
+    """A library call feeds the queue itself, and a stop string ends its prompt at once."""
+    params = llm.sampling(max_tokens=2, temperature=0)
+    many = llm.generate(["x = "] * 300, params)
+    assert len({one.token_ids for one in many}) == 1
+    text = llm.generate("x = ", llm.sampling(max_tokens=8, temperature=0))[0].text
+    both = llm.generate(
+        ["import ", "x = "], llm.sampling(max_tokens=400, temperature=0), stop=text[2:6]
+    )
+    assert both[1].text == text[:2]
+    assert both[1].usage.num_output_tokens < 20
+
+
+def test_a_sampled_answer_is_not_tokenised_again(llm: LLM) -> None:
+    """Whatever ids were sampled, the next turn finds all of them, and computes only the rest."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": "What does zip do?"}]
+    params = llm.sampling(max_tokens=60, temperature=1.5, top_k=0, top_p=1.0, seed=3)
+    for turn in range(3):
+        answer = llm.chat(messages, params, session="sampled")
+        total = answer.usage.num_prompt_tokens + answer.usage.num_output_tokens
+        messages += [
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": f"More, please ({turn})."},
+        ]
+        following = llm.chat(messages, llm.sampling(max_tokens=1), session="sampled")
+        assert following.usage.num_cached_tokens >= total - 2
+        messages[-1:] = []
+        messages.append({"role": "user", "content": "And now?"})
+
+
+def test_a_forked_child_is_told(llm: LLM) -> None:
+    """Threads do not survive a fork: the child gets an error instead of waiting for ever."""
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("x")
+        except EngineError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_sampling_defaults_come_from_the_model(llm: LLM) -> None:

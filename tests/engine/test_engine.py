@@ -64,8 +64,6 @@ class Gate:
         (request("r", (-1, 2)), "prompt"),
         (request("r", logit_bias=((48, 1.0),)), "logit_bias"),
         (request("r", logit_bias=((-1, 1.0),)), "logit_bias"),
-        (request("r", logit_bias=((3, float("nan")),)), "logit_bias"),
-        (request("r", logit_bias=((3, float("-inf")),)), "logit_bias"),
         (request("r", stop_token_ids=(7, 48)), "stop_token_ids"),
     ],
 )
@@ -78,6 +76,40 @@ def test_bad_requests_never_reach_the_executor(bad: GenerateRequest, param: str)
         assert caught.value.param == param
         assert run(engine, request("next")).last.finish_reason is FinishReason.LENGTH
     assert all(span.slot >= 0 for _, spans in executor.calls for span in spans)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", ((3, float("nan")),)),
+        ("logit_bias", ((3, float("-inf")),)),
+        ("logit_bias", ((3, 1e39),)),
+        ("logit_bias", ((3.5, 1.0),)),
+        ("logit_bias", 5),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", (1.0,)),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("max_tokens", 1.5),
+        ("seed", 1 << 80),
+        ("logprobs", True),
+        ("top_k", 1.5),
+    ],
+)
+def test_bad_values_are_refused_where_they_are_written(field: str, value: object) -> None:
+    """A wrong type would reach a compiled kernel, or stop a step that others share."""
+    with pytest.raises(InvalidRequest) as caught:
+        request("r", **{field: value})
+    assert caught.value.param == field
+
+
+def test_whole_numbers_become_floats() -> None:
+    """Kernels are compiled for one type only."""
+    params = SamplingParams(temperature=1, top_p=1, min_p=0, logit_bias={3: 2})  # type: ignore[arg-type]
+    assert [type(value) for value in (params.temperature, params.top_p, params.min_p)] == [
+        float
+    ] * 3
+    assert params.logit_bias == ((3, 2.0),)
 
 
 def test_edge_lengths() -> None:
