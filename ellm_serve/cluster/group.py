@@ -78,7 +78,7 @@ class WorkerGroup(SocketGroup):
         self._crew: Crew | None = None
         self._placement: Placement | None = Placement(len(places))
         try:
-            self.reports = self._start_crew(timeout_s=None)
+            self.reports = self._start_crew(timeout_s=None, measure=True)
         except BaseException:
             self._placement.close()
             raise
@@ -99,10 +99,11 @@ class WorkerGroup(SocketGroup):
 
     # --- workers -----------------------------------------------------------------------------
 
-    def _start_crew(self, timeout_s: float | None) -> list[SocketReport]:
+    def _start_crew(self, timeout_s: float | None, measure: bool) -> list[SocketReport]:
         assert self._placement is not None
-        pack = not self._memory.packed
-        task = WorkerTask(str(self._model_dir), self.config, self.options, pack)
+        task = WorkerTask(
+            str(self._model_dir), self.config, self.options, not self._memory.packed, measure
+        )
         crew = Crew(self._placement, self._berths)
         try:
             reports = crew.start(task, timeout_s)
@@ -144,7 +145,7 @@ class WorkerGroup(SocketGroup):
         start = time.monotonic()
         self.control.reset()
         try:
-            self._start_crew(_REBUILD_TIMEOUT_S)
+            self._start_crew(_REBUILD_TIMEOUT_S, measure=False)
         except StartupError as error:
             raise WorkerDied(f"a socket worker cannot be replaced: {error}") from error
         # The new workers have cleared the mailboxes; a block that had yielded starts again too.
@@ -221,9 +222,10 @@ class WorkerGroup(SocketGroup):
 def _log(report: SocketReport) -> None:
     how = "packed" if report.packed else "found in shared memory"
     logger.info(
-        "socket %d: %d threads, %.2f GB %s, ready in %.1f s;"
+        "socket %d: %d threads, %.2f GB %s (%.0f %% in huge pages), ready in %.1f s;"
         " reads %.1f GB/s, at most %.0f tokens/s",
-        report.rank, len(report.cores), report.shard_bytes / 1e9, how, report.seconds,
+        report.rank, len(report.cores), report.shard_bytes / 1e9, how,
+        100 * min(1.0, report.huge_bytes / report.shard_bytes), report.seconds,
         report.bytes_per_s / 1e9, report.decode_ceiling,
     )  # fmt: skip
     if report.local_share is not None and report.local_share < _LOCAL_SHARE:

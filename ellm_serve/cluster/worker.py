@@ -47,12 +47,13 @@ class Berth:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """What to compute. `pack`: the weights segment is empty yet."""
+    """What to compute. `pack`: the weights segment is empty yet. `measure`: time for a check."""
 
     model_dir: str
     config: ModelConfig
     options: GroupOptions
     pack: bool
+    measure: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class SocketReport:
     """How one socket started.
 
     local_share: of the shard's pages on the socket's own node; None where that is not known or
-    there is one node only. bytes_per_s: read bandwidth of its threads, 0.0 if not measured.
+    there is one node only. huge_bytes: of the shard, in huge pages. bytes_per_s: read bandwidth of
+    its threads. The last two are 0 if not measured.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class SocketReport:
     packed: bool
     seconds: float
     local_share: float | None
+    huge_bytes: int
     bytes_per_s: float
     decode_bytes: float
 
@@ -166,8 +169,10 @@ class SocketWorker:
 
         place = self._berth.place
         seconds = time.perf_counter() - began
+        # First: pages that were not touched yet have no place.
+        speed = _read_speed(weights, size, place.cores) if task.measure else 0.0
         share = None
-        if place.node is not None:
+        if task.measure and place.node is not None:
             share = pages_on_node(weights.address, size, place.node)
         return SocketReport(
             rank=self._berth.rank,
@@ -177,7 +182,8 @@ class SocketWorker:
             packed=task.pack,
             seconds=seconds,
             local_share=share,
-            bytes_per_s=_read_speed(weights, size, place.cores) if task.pack else 0.0,
+            huge_bytes=weights.huge_bytes if task.measure else 0,
+            bytes_per_s=speed,
             decode_bytes=sum(op.bytes(Load(1, 1, 1)) for op in socket.ops),
         )
 

@@ -12,7 +12,7 @@ import pytest
 
 from ellm_serve.cluster.group import WorkerGroup
 from ellm_serve.cluster.group_memory import GroupMemory
-from ellm_serve.cluster.local_ray import RaySession, start_local_ray
+from ellm_serve.cluster.local_ray import ADDRESS_VARIABLE, RaySession, start_local_ray
 from ellm_serve.cluster.sockets import choose_sockets
 from ellm_serve.cluster.topology import Machine
 from ellm_serve.engine.group import GroupOptions
@@ -32,8 +32,11 @@ def shm(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[RaySession]:
     """A cluster on the loopback address, with room for one group of two sockets."""
-    with start_local_ray(2) as session:
-        yield session
+    with pytest.MonkeyPatch.context() as patch:
+        # A developer's own cluster is none of the tests' business.
+        patch.delenv(ADDRESS_VARIABLE, raising=False)
+        with start_local_ray(2) as session:
+            yield session
 
 
 @pytest.fixture

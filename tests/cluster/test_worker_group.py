@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from ellm_serve import LLM
@@ -48,13 +49,24 @@ def wait_until_rebuilt(group: WorkerGroup) -> None:
     wait_until(lambda: group.num_rebuilds > count, 60)
 
 
+def state(path: Path) -> str:
+    """The letter the kernel shows for a process or thread, below /proc."""
+    return (path / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended; one that waits for its parent to notice counts."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        return state(Path(f"/proc/{pid}")) == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def stop(pid: int) -> None:
+    """Stops a process, and returns when all of its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    wait_until(lambda: all(state(task) == "T" for task in tasks), 10)
 
 
 @contextmanager
@@ -64,7 +76,7 @@ def killed_in_the_middle(group: WorkerGroup, rank: int) -> Iterator[None]:
     Checks that the death was noticed within a second, give or take a loaded machine.
     """
     pid, rebuilds = group.pids[rank], group.num_rebuilds
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     killed_at = [0.0]
 
     def kill() -> None:
@@ -113,6 +125,7 @@ def test_reports(tiny_dense: Model, make_group: MakeGroup) -> None:
         assert report.packed and report.shard_bytes > 0
         assert report.local_share is None or 0 <= report.local_share <= 1
         assert report.bytes_per_s > 1e8
+        assert report.huge_bytes >= 0
     assert 0 < group.decode_ceiling <= group.reports[0].decode_ceiling
 
 
@@ -174,7 +187,7 @@ def test_a_worker_that_hangs_is_replaced(tiny_dense: Model, make_group: MakeGrou
     group = make_group(tiny_dense, hang_s=1.0)
     ids = tiny_dense.ids(20)
     whole, pids = prefill(group, ids), group.pids
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     assert_same(prefill(group, ids), whole)
     assert group.num_rebuilds == 1
     assert all(gone(pid) for pid in pids)
@@ -228,6 +241,18 @@ def test_nothing_is_left(tiny_dense: Model, make_group: MakeGroup, shm: Path) ->
     assert {thread.name for thread in set(threading.enumerate()) - threads} <= set()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 8
     wait_until(lambda: ray.available_resources().get("cpu_socket") == 2.0, 30)
+
+
+def test_only_this_machine_can_reach_ray(local_ray: RaySession) -> None:
+    """Who reaches Ray's ports runs code; by default Ray binds them to every interface."""
+    listening = {
+        connection.laddr.ip
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def test_cluster_without_sockets(
