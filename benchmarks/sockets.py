@@ -4,9 +4,9 @@
 
 One socket with all cores and two virtual sockets with half of them each take turns; a result's
 fraction is two sockets' speed over one socket's. The exchange is the time threads of a layer wait
-where all sockets meet, beyond what they wait on one socket. Then two Ray workers serve the model: one is killed
-during decode (recovery: from the kill to the next token), and the engine is started again on the
-weights that its predecessor left in shared memory (warm start).
+where all sockets meet, beyond what they wait on one socket. Then two Ray workers serve the model:
+one is killed during decode (recovery: from the kill to the next token), and the engine is started
+again on the weights that its predecessor left in shared memory (warm start).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _faults(report: Report, model: str) -> None:
                 report.add(Result("recovery", {"workers": 2}, _recovery_s(group), "s", 5.0))
         finally:
             group.close()
-    remove_unclaimed(keep_persistent=False, grace_s=0)
+    remove_unclaimed(keep_persistent=False)
 
 
 def _recovery_s(group: WorkerGroup) -> float:
