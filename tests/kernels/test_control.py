@@ -201,9 +201,9 @@ def test_abort_frees_waiting_threads(teams: int, threads: int) -> None:
 
 
 @kernel
-def finish(control: int, number: int) -> int:
+def finish(control: int, team: int, num_threads: int, number: int) -> int:
     """`finish_step`, callable from here."""
-    finish_step(control, number)
+    finish_step(control, team, num_threads, number)
     return 0
 
 
@@ -283,18 +283,20 @@ def test_a_step_yields_only_after_its_limit() -> None:
         assert block[ctl.ARRIVED] == 0
 
 
-def test_a_step_is_finished_when_every_team_has_said_so() -> None:
-    """The engine reads logits that all sockets write."""
+def test_a_step_is_finished_when_every_thread_has_said_so() -> None:
+    """The engine reads logits that all sockets write, and may free what threads looked at."""
     block = Block(3)
     number = post_step(block.address, 0)
     waiting = Caller(await_step, block.address, number, FOREVER)
-    for _ in range(2):
-        finish(block.address, number)
+    threads = [rank for rank in range(3) for _ in range(2)]
+    for rank in threads[:-1]:
+        finish(block.address, block.team(rank), 2, number)
     time.sleep(0.05)
     assert waiting.is_alive() and block[ctl.DONE] == 0
-    finish(block.address, number)
+    finish(block.address, block.team(threads[-1]), 2, number)
     assert waiting.wait() == 0
     assert block[ctl.FINISHED] == 0
+    assert [block.of_team(ctl.TEAM_FINISHED, rank) for rank in range(3)] == [0, 0, 0]
 
 
 def test_blocks_of_teams_lie_apart() -> None:
