@@ -15,9 +15,9 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
+from ellm_serve.closing import Closing
 from ellm_serve.cluster.launch import launch_engine
 from ellm_serve.cluster.startup import plan_start
 from ellm_serve.config import EngineConfig
@@ -159,7 +159,7 @@ class TextStream:
         self._stream.abort()
 
 
-class LLM:
+class LLM(Closing):
     """A model, its tokenizer and a running engine.
 
     Keyword arguments are the fields of `EngineConfig`, for example `sequence_length=8192`,
@@ -318,17 +318,6 @@ class LLM:
     def close(self) -> None:
         """Ends the engine and gives its memory back; running generations are ended."""
         self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ellm_serve.closing import Closing
 from ellm_serve.cluster.segment import SHM, segment_name
 from ellm_serve.errors import ConfigError, StartupError
 
@@ -71,7 +70,7 @@ class GroupInfo:
     age_s: float
 
 
-class Claim:
+class Claim(Closing):
     """The right to a group's names, until it is closed or this process dies in whatever way.
 
     The lock belongs to the open file: a forked child without exec keeps it as well.
@@ -110,17 +109,6 @@ class Claim:
             _remove_group(self.directory, self.group_id, keep_persistent=True)
             os.close(self._descriptor)
             self._descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def claim_group(group_id: str, *, directory: Path = SHM) -> Claim:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from ellm_serve.closing import Closing
 from ellm_serve.errors import StartupError
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 _OBJECT_STORE_BYTES = 80 << 20
 
 
-class RaySession:
+class RaySession(Closing):
     """This process's connection; `close` ends what was started for it."""
 
     def __init__(self, ours: bool) -> None:
@@ -40,17 +40,6 @@ class RaySession:
         if self._ours:
             import_ray().shutdown()
             self._ours = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def import_ray() -> Any:

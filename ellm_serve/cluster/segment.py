@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from errno import ENOMEM, ENOSPC
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ellm_serve.closing import Closing
 from ellm_serve.cluster.memory import Memory
 from ellm_serve.errors import ConfigError, StartupError
 from ellm_serve.model.region import HUGE_PAGE, round_up
@@ -56,7 +56,7 @@ def segment_name(group_id: str, part: str) -> str:
     return name
 
 
-class Segment:
+class Segment(Closing):
     """A mapped shared-memory file, aligned to huge pages; zeros until written.
 
     The creator or the group's claim removes the name; `close` (or leaving `with`) only unmaps, and
@@ -212,17 +212,6 @@ class Segment:
     def unlink(self) -> None:
         """Removes the name; the memory goes with the last mapping."""
         self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _holes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The parts of a range that hold no memory yet."""

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ellm_serve.closing import Closing
 from ellm_serve.engine.admission import QueueLoad, new_sequence, validate
 from ellm_serve.engine.executor import Executor
 from ellm_serve.engine.sampler import Sampler
@@ -50,7 +50,7 @@ class _Ending:
     error: str | None = None
 
 
-class Engine:
+class Engine(Closing):
     """Generates. Takes over the executor and closes it.
 
     Args:
@@ -180,17 +180,6 @@ class Engine:
             self._closing = True
             self._wake.notify()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- loop thread -------------------------------------------------------------------------
 

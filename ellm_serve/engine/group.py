@@ -93,6 +93,8 @@ class SocketGroup:
             for mode in Mode
         }
         self._num_logit_rows = dict.fromkeys(Mode, 0)
+        # Views made once: the layout is pure arithmetic, but too much of it for every step.
+        self._all_logits = {mode: self._logits_memory(mode) for mode in Mode}
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -113,11 +115,13 @@ class SocketGroup:
     def _run(self, mode: Mode, budget_s: float = 0.0) -> None:
         self.control.run(mode, budget_s)
 
-    def _logits(self, mode: Mode) -> NDArray[np.float32]:
-        width = self.layout.logits_row_bytes // 4
-        shape = (self._num_logit_rows[mode], width)
+    def _logits_memory(self, mode: Mode) -> NDArray[np.float32]:
+        shape = (self.layout.sizes(mode).logit_rows, self.layout.logits_row_bytes // 4)
         rows = self.shared.array(self.layout.logits_offset(mode), shape, np.float32)
         return rows[:, : self.config.vocab_size]
+
+    def _logits(self, mode: Mode) -> NDArray[np.float32]:
+        return self._all_logits[mode][: self._num_logit_rows[mode]]
 
     def decode(self, spans: Sequence[Span]) -> NDArray[np.float32]:
         self._write(Mode.FEW, spans)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ellm_kernels.jit import source_hash
 from ellm_serve.engine.mailbox import Mailbox
 from ellm_serve.engine.threads import Team
 from ellm_serve.graph.group_layout import GroupLayout
@@ -70,8 +69,3 @@ class Socket:
     def join(self) -> None:
         """Waits for the threads to leave."""
         self._team.join()
-
-
-def layout_version() -> str:
-    """Changes with anything that decides how packed weights or keys and values lie in memory."""
-    return source_hash()

@@ -101,13 +101,6 @@ class Control:
         """Makes every thread leave after the running step."""
         request_stop(self._memory.address, 0)
 
-    def heartbeat_ages_s(self, rank: int, num_threads: int) -> list[float]:
-        """Seconds since each thread of a socket last showed a sign of life."""
-        offset = team_offset(rank) + ctl.TEAM_HEARTBEATS
-        beats = self._memory.array(offset, (8 * num_threads,), np.int64)[::8]
-        now = read_cycles()
-        return [float(now - beat) / self.cycles_per_s for beat in beats]
-
 
 class Team:
     """The threads of one socket, pinned to its cores."""
