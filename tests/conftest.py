@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ellm_kernels import jit
 from ellm_serve.engine.solo import SoloExecutor
 from tests.running import Model
 from tests.tiny_models import write_model
+
+# A property is about results: how long an example takes depends on what else the machine does.
+settings.register_profile("ellm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ellm")
 
 MakeModel = Callable[..., Model]
 MakeExecutor = Callable[..., SoloExecutor]

@@ -22,7 +22,7 @@ MODULES = sorted([*SERVE.rglob("*.py"), *KERNELS.rglob("*.py")])
 # From the bottom up; units on one line do not know each other.
 LAYERS = (
     ("ellm_kernels",),
-    ("errors", "version"),
+    ("closing", "errors", "version"),
     ("config", "request", "metrics"),
     ("protocol", "text", "model"),
     ("graph",),

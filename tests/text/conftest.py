@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from ellm_serve.text import ChatEncoder, ChatTemplate, Tokenizer
 from tests.text.tiny_tokenizer import write_tiny_tokenizer
-
-# Examples are not timed: a busy machine is no failure.
-settings.register_profile("text", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("text")
 
 TEMPLATES = Path(__file__).parent / "templates"
 
