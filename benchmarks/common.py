@@ -90,15 +90,37 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def median_s(run: Callable[[], object], repeats: int = REPEATS) -> float:
     """Median wall time of `run`, after one run that does not count."""
     run()
-    times = []
+    return statistics.median(seconds_of(run) for _ in range(repeats))
+
+
+def beside_probe(
+    run: Callable[[], float], probe: Callable[[], float], repeats: int = REPEATS
+) -> tuple[float, float]:
+    """A speed and the machine's own, of the turn in which their ratio was the median one.
+
+    Memory on a shared machine is twice as fast in one second as in the next, so both take turns and
+    each run is held against the mean of the probes around it.
+    """
+    run()
+    turns = []
+    before = probe()
     for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        value = run()
+        after = probe()
+        turns.append((value, (before + after) / 2))
+        before = after
+    turns.sort(key=lambda turn: turn[0] / turn[1])
+    return turns[len(turns) // 2]
 
 
 def check_quiet() -> None:

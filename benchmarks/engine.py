@@ -4,7 +4,7 @@
     python -m benchmarks.engine --model DIR --prefill 128,512 --decode-context 128,2048 --batch 1,4
 
 The ceiling of a figure is max(bytes ÷ read bandwidth, operations ÷ bf16 peak), with bandwidth and
-peak measured right before it in the same process.
+peak measured in the same process right before it, and for decode in turns with it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import REPEATS, Report, Result, check_quiet, parser
-from ellm_serve.cluster.probe import measure_ceiling
+from benchmarks.common import REPEATS, Report, Result, beside_probe, check_quiet, parser
+from ellm_serve.cluster.probe import measure_bandwidth, measure_bf16, measure_ceiling
 from ellm_serve.cluster.topology import allowed_cores
 from ellm_serve.engine.executor import LogitRows, Span
 from ellm_serve.engine.group import GroupOptions
@@ -30,7 +30,9 @@ from ellm_serve.graph.tensor import Mode
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.hub import resolve_model
 
-DECODE_STEPS = 24
+# Steps of a burst, after which the memory's speed is measured again; one more burst warms up.
+BURST = 4
+DECODE_STEPS = BURST * (REPEATS + 1)
 
 
 def load(model: Path, slots: int, length: int, block: int) -> SoloExecutor:
@@ -115,17 +117,20 @@ class Bench:
 
         step(0)
         executor.op_seconds(Mode.FEW)
-        ceiling = measure_ceiling(allowed_cores())
-        times = [step(1 + index) for index in range(DECODE_STEPS)]
-        after = measure_ceiling(allowed_cores())
-        bandwidth = (ceiling.bytes_per_s + after.bytes_per_s) / 2
+        cores = allowed_cores()
+        indices = iter(range(1, DECODE_STEPS + 1))
+
+        def burst() -> float:
+            """Steps per second of a few steps."""
+            return 1 / statistics.median(step(next(indices)) for _ in range(BURST))
+
+        rate, bandwidth = beside_probe(burst, lambda: measure_bandwidth(cores))
         load = Load(batch, context + DECODE_STEPS // 2, batch)
-        least = roofline_s(executor.ops, load, Ceiling(bandwidth, ceiling.flops_per_s))
-        seconds = statistics.median(times)
+        least = roofline_s(executor.ops, load, Ceiling(bandwidth, measure_bf16(cores)))
         self._report.add(
             Result("decode", {"context": context, "batch": batch,
                               "GB/s": round(bandwidth / 1e9, 1)},
-                   batch / seconds, "tok/s", batch / least)
+                   batch * rate, "tok/s", batch / least)
         )  # fmt: skip
         self._ops(Mode.FEW, DECODE_STEPS)
 

@@ -10,11 +10,20 @@ its work once (half of the square).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.common import Report, Result, bf16_random, check_quiet, median_s, parser
+from benchmarks.common import (
+    Report,
+    Result,
+    beside_probe,
+    bf16_random,
+    check_quiet,
+    median_s,
+    parser,
+    seconds_of,
+)
 from ellm_kernels import load_entries
 from ellm_kernels import opcodes as oc
 from ellm_kernels.control import control_bytes
@@ -86,7 +95,7 @@ def one_span(rows: int, start: int = 0) -> list[Span]:
 
 def gemm(lab: Lab, report: Report, rows: int, inputs: int, outputs: int) -> None:
     """Many rows: against the bf16 peak."""
-    seconds = _linear_s(lab, Mode.MANY, rows, inputs, outputs)
+    seconds = median_s(_linear(lab, Mode.MANY, rows, inputs, outputs))
     flops = 2.0 * rows * inputs * outputs
     params = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": len(lab.cores)}
     peak = measure_bf16(lab.cores)
@@ -95,24 +104,30 @@ def gemm(lab: Lab, report: Report, rows: int, inputs: int, outputs: int) -> None
 
 def stream(lab: Lab, report: Report, rows: int, inputs: int, outputs: int) -> None:
     """Few rows over more panels than any cache holds: against the read bandwidth."""
-    bandwidth = measure_bandwidth(lab.cores)
-    seconds = _linear_s(lab, Mode.FEW, rows, inputs, outputs)
-    bandwidth = (bandwidth + measure_bandwidth(lab.cores)) / 2
     size = packed_bytes(outputs, inputs)
+    run = _linear(lab, Mode.FEW, rows, inputs, outputs)
+    speed, bandwidth = beside_probe(
+        lambda: size / seconds_of(run), lambda: measure_bandwidth(lab.cores)
+    )
     params = {"rows": rows, "MB": size >> 20, "threads": len(lab.cores)}
-    report.add(Result("stream", params, size / seconds / 1e9, "GB/s", bandwidth / 1e9))
+    report.add(Result("stream", params, speed / 1e9, "GB/s", bandwidth / 1e9))
 
 
-def _linear_s(lab: Lab, mode: Mode, rows: int, inputs: int, outputs: int) -> float:
+def _linear(lab: Lab, mode: Mode, rows: int, inputs: int, outputs: int) -> Callable[[], None]:
+    """A linear layer on random values, ready to run."""
     x, out = bf16_rows("x", inputs), f32_rows("out", outputs)
-    arena, _memory = _arena(mode, rows, len(lab.cores), [x, out])
+    arena, memory = _arena(mode, rows, len(lab.cores), [x, out])
     weights = Region(packed_bytes(outputs, inputs))
     _fill(weights, packed_bytes(outputs, inputs))
     op = Linear("linear", x, weights.address, inputs, outputs, out)
     lowered = op.lower(Stage(arena, len(lab.cores), 1e18))
     spans = one_span(rows)
     step = Step(lowered, arena)
-    return median_s(lambda: lab.run(step, spans))
+
+    def run(_keep: object = (memory, weights)) -> None:
+        lab.run(step, spans)
+
+    return run
 
 
 def _arena(mode: Mode, rows: int, threads: int, tensors: Sequence[Tensor]) -> tuple[Arena, Region]:
@@ -165,12 +180,12 @@ class AttentionLab:
             activations.q, PIECES, SCRATCH, activations.attended,
         )  # fmt: skip
 
-    def seconds(self, opcode: int, spans: Sequence[Span]) -> float:
-        """Median time of the op's rows with this opcode."""
+    def step(self, opcode: int, spans: Sequence[Span]) -> Callable[[], None]:
+        """The op's rows with this opcode, ready to run."""
         stage = Stage(self.arena, len(self.lab.cores), 1e18)
         rows = [row for row in self.op.lower(stage) if row.opcode == opcode]
         step = Step(rows, self.arena)
-        return median_s(lambda: self.lab.run(step, spans))
+        return lambda: self.lab.run(step, spans)
 
 
 def _attention_config(positions: int) -> ModelConfig:
@@ -183,7 +198,7 @@ def _attention_config(positions: int) -> ModelConfig:
 def attention_prefill(lab: Lab, report: Report, tokens: int) -> None:
     """A prompt of this length: against the bf16 peak."""
     attention = AttentionLab(lab, tokens, tokens, Mode.MANY)
-    seconds = attention.seconds(oc.ATTEND_MANY, one_span(tokens))
+    seconds = median_s(attention.step(oc.ATTEND_MANY, one_span(tokens)))
     flops = 4.0 * HEADS * HEAD_DIM * tokens * tokens / 2
     peak = measure_bf16(lab.cores)
     report.add(
@@ -194,14 +209,15 @@ def attention_prefill(lab: Lab, report: Report, tokens: int) -> None:
 
 def attention_decode(lab: Lab, report: Report, positions: int) -> None:
     """One row that reads all keys and values: against the read bandwidth."""
-    bandwidth = measure_bandwidth(lab.cores)
     attention = AttentionLab(lab, positions, 1, Mode.FEW)
-    seconds = attention.seconds(oc.ATTEND_FEW, one_span(1, positions - 1))
-    bandwidth = (bandwidth + measure_bandwidth(lab.cores)) / 2
+    step = attention.step(oc.ATTEND_FEW, one_span(1, positions - 1))
     size = 4.0 * KV_HEADS * HEAD_DIM * positions
+    speed, bandwidth = beside_probe(
+        lambda: size / median_s(step), lambda: measure_bandwidth(lab.cores)
+    )
     report.add(
         Result("attention_decode", {"positions": positions, "threads": len(lab.cores)},
-               size / seconds / 1e9, "GB/s", bandwidth / 1e9)
+               speed / 1e9, "GB/s", bandwidth / 1e9)
     )  # fmt: skip
 
 

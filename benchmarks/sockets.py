@@ -2,27 +2,28 @@
 
     python -m benchmarks.sockets --model DIR
 
-One socket with all cores and two virtual sockets with half of them each take turns; a result's
-fraction is two sockets' speed over one socket's. The exchange is the time threads of a layer wait
-where all sockets meet, beyond what they wait on one socket. Then two Ray workers serve the model:
-one is killed during decode (recovery: from the kill to the next token), and the engine is started
-again on the weights that its predecessor left in shared memory (warm start).
+One socket with all cores and two virtual sockets with half of them each hold the model at once and
+take turns; a result's fraction is two sockets' speed over one socket's. The exchange is the time
+threads of a layer wait where all sockets meet, beyond what they wait on one socket. Then two Ray
+workers serve the model: one is killed during decode (recovery: kill to next token), and
+the engine is started again on the weights that its predecessor left in shared memory (warm start).
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Report, Result, check_quiet, parser
+from benchmarks.common import Report, Result, beside_probe, check_quiet, parser
 from ellm_serve.cluster.claims import remove_unclaimed
 from ellm_serve.cluster.group import WorkerGroup
 from ellm_serve.cluster.launch import launch_workers
@@ -32,77 +33,79 @@ from ellm_serve.config import EngineConfig
 from ellm_serve.engine.executor import LogitRows, Span
 from ellm_serve.engine.group import GroupOptions
 from ellm_serve.engine.loading import load_executor
-from ellm_serve.engine.solo import SoloExecutor
 from ellm_serve.graph.tensor import Mode
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.hub import resolve_model
 
-PREFILL, CONTEXT, STEPS, REPEATS = 2048, 2048, 24, 3
-ROUNDS = 2
+PREFILL, CONTEXT, STEPS = 2048, 2048, 8
+ROUNDS = 5
+LENGTH = CONTEXT + STEPS * (ROUNDS + 1) + 8
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Medians of one group, in seconds."""
+class Bench:
+    """One group of sockets with the model on it."""
 
-    prefill_s: float
-    decode_s: float
-    wait_per_layer_s: float
+    def __init__(self, model: Path, sockets: tuple[tuple[int, ...], ...]) -> None:
+        config = ModelConfig.from_dir(model)
+        options = GroupOptions(sockets, num_slots=1, sequence_length=LENGTH)
+        self._executor = load_executor(model, config, options)
+        self._executor.commit(0, LENGTH)
+        self._num_layers = config.num_layers
+        self._position = CONTEXT
+        self._waited_s = 0.0
 
+    def _tokens(self, count: int, seed: int) -> tuple[int, ...]:
+        ids = np.random.default_rng(seed).integers(0, self._executor.limits.vocab_size, count)
+        return tuple(int(token) for token in ids)
 
-def measure(model: Path, sockets: tuple[tuple[int, ...], ...], repeats: int) -> Figures:
-    """Loads the model on these sockets and times prefill and decode."""
-    config = ModelConfig.from_dir(model)
-    options = GroupOptions(sockets, num_slots=1, sequence_length=CONTEXT + STEPS + 8)
-    executor = load_executor(model, config, options)
-    try:
-        executor.commit(0, CONTEXT + STEPS + 8)
-        prefill = [_prefill_s(executor, seed) for seed in range(repeats + 1)][1:]
-        decode, wait = _decode_s(executor)
-    finally:
-        executor.close()
-    return Figures(statistics.median(prefill), decode, wait / config.num_layers)
-
-
-def _tokens(executor: SoloExecutor, count: int, seed: int) -> tuple[int, ...]:
-    ids = np.random.default_rng(seed).integers(0, executor.limits.vocab_size, count)
-    return tuple(int(token) for token in ids)
-
-
-def _prefill_s(executor: SoloExecutor, seed: int) -> float:
-    start = time.perf_counter()
-    executor.start_prefill([Span(0, 0, _tokens(executor, PREFILL, seed), LogitRows.LAST)])
-    while executor.run_prefill(0.0) is None:
-        pass
-    return time.perf_counter() - start
-
-
-def _decode_s(executor: SoloExecutor) -> tuple[float, float]:
-    """Median seconds of a step, and the mean seconds a thread waits in one."""
-    tokens = _tokens(executor, STEPS + 1, 99)
-    times = []
-    for index, token in enumerate(tokens):
-        if index == 1:
-            executor.op_seconds(Mode.FEW)
+    def prefill(self, seed: int) -> float:
+        """Tokens per second of one prompt."""
+        executor = self._executor
         start = time.perf_counter()
-        executor.decode([Span(0, CONTEXT + index, (token,), LogitRows.LAST)])
-        times.append(time.perf_counter() - start)
-    _, waited = executor.op_seconds(Mode.FEW)
-    return statistics.median(times[1:]), float(waited.sum()) / STEPS
+        executor.start_prefill([Span(0, 0, self._tokens(PREFILL, seed), LogitRows.LAST)])
+        while executor.run_prefill(0.0) is None:
+            pass
+        return PREFILL / (time.perf_counter() - start)
+
+    def decode(self, seed: int) -> float:
+        """Tokens per second, by the median of a few steps."""
+        executor = self._executor
+        executor.op_seconds(Mode.FEW)
+        times = []
+        for token in self._tokens(STEPS, seed):
+            start = time.perf_counter()
+            executor.decode([Span(0, self._position, (token,), LogitRows.LAST)])
+            times.append(time.perf_counter() - start)
+            self._position += 1
+        self._waited_s = float(executor.op_seconds(Mode.FEW)[1].sum())
+        return 1 / statistics.median(times)
+
+    @property
+    def wait_per_layer_s(self) -> float:
+        """How long a thread waited per layer in the last steps."""
+        return self._waited_s / STEPS / self._num_layers
+
+    def close(self) -> None:
+        self._executor.close()
 
 
-def _medians(rounds: Sequence[Figures]) -> Figures:
-    return Figures(
-        statistics.median(figures.prefill_s for figures in rounds),
-        statistics.median(figures.decode_s for figures in rounds),
-        statistics.median(figures.wait_per_layer_s for figures in rounds),
+def _compare(report: Report, one: Bench, two: Bench, params: dict[str, object]) -> None:
+    """Both groups in turns: the memory's speed changes within seconds on a shared machine."""
+    seeds = itertools.count()
+    speeds = beside_probe(
+        lambda: two.prefill(next(seeds)), lambda: one.prefill(next(seeds)), ROUNDS
     )
+    report.add(Result("prefill", params | {"tokens": PREFILL}, speeds[0], "tok/s", speeds[1]))
+    speeds = beside_probe(lambda: two.decode(next(seeds)), lambda: one.decode(next(seeds)), ROUNDS)
+    report.add(Result("decode", params | {"context": CONTEXT}, speeds[0], "tok/s", speeds[1]))
+    exchange = two.wait_per_layer_s - one.wait_per_layer_s
+    report.add(Result("exchange_per_layer", params, exchange * 1e6, "us"))
 
 
 def _faults(report: Report, model: str) -> None:
     """Recovery after SIGKILL, and a warm start."""
     config = EngineConfig.from_options(
-        model=model, sockets=2, workers="ray", batch_size=1, sequence_length=CONTEXT + STEPS + 8,
+        model=model, sockets=2, workers="ray", batch_size=1, sequence_length=LENGTH,
         keep_weights=True,
     )  # fmt: skip
     for kind in ("cold", "warm"):
@@ -138,26 +141,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = resolve_model(given.model)
     cores = allowed_cores()
     half = max(1, len(cores) // 2)
-    groups = {1: (cores[: 2 * half],), 2: (cores[:half], cores[half : 2 * half] or cores[:half])}
-    taken: dict[int, list[Figures]] = {1: [], 2: []}
-    for _ in range(1 if given.quick else ROUNDS):
-        for count, sockets in groups.items():
-            taken[count].append(measure(model, sockets, 1 if given.quick else REPEATS))
-            gc.collect()  # one group's weights go before the next one's come
-    one, two = _medians(taken[1]), _medians(taken[2])
+    first, second = cores[:half], cores[half : 2 * half] or cores[:half]
     report = Report("sockets", {"model": model.name})
-    params = {"sockets": 2, "threads": half}
-    report.add(
-        Result("prefill", params | {"tokens": PREFILL}, PREFILL / two.prefill_s, "tok/s",
-               PREFILL / one.prefill_s)
-    )  # fmt: skip
-    report.add(
-        Result("decode", params | {"context": CONTEXT}, 1 / two.decode_s, "tok/s", 1 / one.decode_s)
-    )
+    with (
+        closing(Bench(model, (cores[: 2 * half],))) as one,
+        closing(Bench(model, (first, second))) as two,
+    ):
+        _compare(report, one, two, {"sockets": 2, "threads": half})
+    del one, two
+    gc.collect()  # their weights go before the workers' come
     if not given.no_ray:
         _faults(report, str(given.model))
-    exchange = two.wait_per_layer_s - one.wait_per_layer_s
-    report.add(Result("exchange_per_layer", params, exchange * 1e6, "us"))
     report.finish()
 
 

@@ -34,7 +34,11 @@ def multiply_panel(
         # Blocks as even as possible: 8 rows are 4 + 4, not 6 + 2.
         end = rows * (block + 1) // num_blocks
         a = x + begin * x_stride
-        if stream and next_panel != 0:
+        if num_blocks == 1:
+            # The core's own look-ahead is enough, and a second stream beside this one costs a
+            # fifth of the bandwidth: "fetch" what is being read.
+            ahead, ahead_step = panel, PAIR_BYTES
+        elif stream and next_panel != 0:
             ahead = next_panel + block * share
             ahead_step = min(share // num_pairs, 64)
         else:
