@@ -13,15 +13,15 @@ $(STAMP): pyproject.toml configs/requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || (echo "ellm-serve needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)" && exit 1)
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable '.[test,ray]'
+	$(PIP) --editable '.[test,serve]'
 	@touch $@
 
 $(REFERENCE_STAMP): $(STAMP)
-	$(PIP) --editable '.[test,ray,reference]'
+	$(PIP) --editable '.[test,serve,reference]'
 	@touch $@
 
 serve: install
-	$(BIN)/ellm-serve chat --model builtin
+	$(BIN)/ellm-serve serve --model builtin
 
 test: install
 	$(BIN)/python -m pytest -q -m "not slow and not reference and not peer and not emulator"

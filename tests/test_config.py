@@ -7,8 +7,11 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from ellm_serve.config import EngineConfig, parse_size, resolve
+from ellm_serve.config import EngineConfig, ServeConfig, parse_size, resolve
+from ellm_serve.config.fields import Kind, fields_of
 from ellm_serve.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_defaults() -> None:
@@ -172,3 +175,138 @@ def test_missing_yaml(tmp_path: Path) -> None:
     """Says which file."""
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml"):
         EngineConfig.from_yaml(tmp_path / "none.yaml")
+
+
+def serve(**values: object) -> ServeConfig:
+    return ServeConfig.from_options(model="m", **values)
+
+
+def test_a_service_has_every_field_of_its_engine() -> None:
+    """Flat: one name, one place."""
+    config = serve(batch_size=2, served_model_name="a")
+    assert config.batch_size == 2
+    assert set(EngineConfig.model_fields) < set(ServeConfig.model_fields)
+
+
+def test_workers_of_a_service_survive() -> None:
+    """Ray is there anyway."""
+    assert (serve().workers, EngineConfig.from_options(model="m").workers) == ("ray", "threads")
+
+
+def test_resolve_keeps_the_kind_of_configuration() -> None:
+    """A service's fields are not lost when its engine's are decided."""
+    config = serve(api_keys=["k"], default_chat_template_kwargs={"a": 1})
+    full = resolve(config, sequence_length=64, threads=2, kv_budget_bytes=1)
+    assert full.sequence_length == 64
+    assert (full.api_keys, full.default_chat_template_kwargs) == (("k",), {"a": 1})
+
+
+@pytest.mark.parametrize("value", ["one", ["one"], ("one",)])
+def test_one_name_needs_no_list(value: object) -> None:
+    """As vLLM's flag and its file both allow."""
+    assert serve(served_model_name=value).names == ("one",)
+
+
+def test_the_model_is_its_own_name() -> None:
+    """As it was given, like vLLM's."""
+    assert serve().names == ("m",)
+
+
+def test_largest_n() -> None:
+    """More answers than rows would queue behind each other."""
+    assert (serve(batch_size=3).largest_n, serve(max_n=7).largest_n) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("served_model_name", [""]),
+        ("served_model_name", [1]),
+        ("chat_template_content_format", "openai"),
+        ("max_logprobs", 21),
+        ("max_body_bytes", 0),
+        ("request_timeout_s", 0),
+        ("request_timeout_s", float("nan")),
+        ("drain_timeout_s", -1),
+        ("sse_keep_alive_interval", float("inf")),
+        ("access_log", True),
+        ("override_generation_config", [1]),
+    ],
+)
+def test_wrong_values_of_a_service(key: str, value: object) -> None:
+    """Refused like an engine's."""
+    with pytest.raises(ConfigError, match=f"options: {key}: "):
+        serve(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"), [("api_kei", "api_key"), ("served_model", "served_model_name")]
+)
+def test_unknown_key_of_a_service(key: str, nearest: str) -> None:
+    """Names the nearest; names of a service are unknown to an engine alone."""
+    with pytest.raises(ConfigError, match=f"'{key}'; did you mean {nearest}?"):
+        serve(**{key: "x"})
+    with pytest.raises(ConfigError, match="unknown key 'api_key'"):
+        EngineConfig.from_options(model="m", api_key="x")
+
+
+def test_keys_are_not_shown() -> None:
+    """Neither with the configuration nor in an error about it."""
+    assert "sesame" not in repr(serve(api_keys="sesame"))
+    with pytest.raises(ConfigError) as caught:
+        serve(api_keys=["fine", ["sesame"]])
+    assert "sesame" not in str(caught.value)
+
+
+def test_keys_from_everywhere(tmp_path: Path) -> None:
+    """Given, from the file and from the environment; once each, and the file is not read again."""
+    file = write(tmp_path / "keys", "two\n\n  three  \none\n")
+    config = serve(api_key="one", api_key_file=str(file))
+    found = config.with_keys({"VLLM_API_KEY": "four", "ELLM_API_KEY": "one", "OTHER": "x"})
+    assert found.api_keys == ("one", "two", "three", "four")
+    file.unlink()
+    assert found.with_keys({}).api_keys == found.api_keys
+
+
+@pytest.mark.parametrize(("text", "reason"), [(None, "cannot read"), ("\n \n", "holds no key")])
+def test_key_file_without_keys(tmp_path: Path, text: str | None, reason: str) -> None:
+    """Would otherwise open the service to everybody."""
+    path = tmp_path / "keys"
+    if text is not None:
+        write(path, text)
+    with pytest.raises(ConfigError, match=f"api_key_file: .*{reason}") as caught:
+        serve(api_key_file=str(path)).with_keys({})
+    assert "\n" not in str(caught.value)
+
+
+def test_file_of_a_serve_application(tmp_path: Path) -> None:
+    """The same file is deployed and read here; flags win."""
+    text = "applications:\n- name: x\n  args: {model: m, max_num_seqs: 2, api_key: [a, b]}\n"
+    config = ServeConfig.from_yaml(write(tmp_path / "c.yaml", text), {"batch_size": 3})
+    assert (config.model, config.batch_size, config.api_keys) == ("m", 3, ("a", "b"))
+
+
+@pytest.mark.parametrize("text", ["applications: []", "applications: [{}]", "applications: 1"])
+def test_file_without_one_application(tmp_path: Path, text: str) -> None:
+    """One line that says what is missing."""
+    with pytest.raises(ConfigError, match="must have one application with args"):
+        ServeConfig.from_yaml(write(tmp_path / "c.yaml", text))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_files(path: Path) -> None:
+    """Right as they are."""
+    assert ServeConfig.from_yaml(path).model
+
+
+def test_every_field_has_a_kind_and_a_description() -> None:
+    """Command line and documentation are made from them."""
+    kinds = {field.name: field.kind for field in fields_of(ServeConfig)}
+    assert kinds["model"] is Kind.TEXT
+    assert kinds["sequence_length"] is Kind.INTEGER
+    assert kinds["prefill_budget_s"] is kinds["request_timeout_s"] is Kind.NUMBER
+    assert kinds["workers"] is Kind.CHOICE
+    assert kinds["dev_mode"] is Kind.SWITCH
+    assert kinds["api_keys"] is Kind.NAMES
+    assert kinds["override_generation_config"] is Kind.MAPPING
+    assert all(field.description for field in fields_of(ServeConfig))

@@ -10,18 +10,22 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from ellm_serve.cli import chat, clean, doctor, generate, plan, warmup
+from ellm_serve.cli import chat, clean, doctor, generate, plan, serve, warmup
+from ellm_serve.cli.config_flags import nearest_flag
 from ellm_serve.cli.verb import Verb
 from ellm_serve.errors import ConfigError, EllmError
 from ellm_serve.version import __version__
 
+_USAGE = 2  # as argparse reports a wrong command line
 _INTERRUPTED = 130  # as shells report SIGINT
 _BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
 # In the order of the help text.
 VERBS: dict[str, Verb] = {
+    "serve": serve,
     "generate": generate,
     "chat": chat,
     "plan": plan,
@@ -31,9 +35,16 @@ VERBS: dict[str, Verb] = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage of a verb can fill a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs; `args.verb` names the chosen one."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="ellm-serve", description="Serves Qwen3-family language models from CPU servers."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -45,7 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = nearest_flag(unknown[0])
+        hint = f"; did you mean {near}?" if near else ""
+        parser.error(f"{args.verb} does not know {' '.join(unknown)}{hint}")
     # The start's own lines: kernels from cache or compiled, weights, slots and their memory.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("ellm_serve").setLevel(logging.INFO)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ellm_serve.cli.options import add_engine_flags, engine_options
 from ellm_serve.cli.verb import Subparsers
-from ellm_serve.config import EngineConfig, parse_size
+from ellm_serve.config import EngineConfig, ServeConfig, parse_size, read_yaml
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -26,11 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
     # With a configuration file its model counts, so the flag's own default must not.
     parser.set_defaults(model=None)
     group = parser.add_argument_group("plan")
-    group.add_argument("--config", type=Path, metavar="FILE", help="YAML file of engine settings")
-    group.add_argument("--prefill-block", type=_count, metavar="TOKENS", help="rows of a block")
-    group.add_argument(
-        "--kv-budget", type=_size, metavar="SIZE", help="memory for KV (default: all that is left)"
-    )
+    group.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
     group.add_argument(
         "--rows", type=_count, default=1, metavar="N", help="rows of the decode step (default: 1)"
     )
@@ -66,10 +62,11 @@ def _size(text: str) -> int:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    extra = {"prefill_block": args.prefill_block, "kv_budget_bytes": args.kv_budget}
-    given = engine_options(args) | {k: v for k, v in extra.items() if v is not None}
+    given = engine_options(args)
     if args.config is not None:
-        return EngineConfig.from_yaml(args.config, given)
+        # The file of a Serve application has more fields, and Ray workers unless it says otherwise.
+        service = "applications" in read_yaml(args.config)
+        return (ServeConfig if service else EngineConfig).from_yaml(args.config, given)
     from ellm_serve.model.hub import BUILTIN
 
     return EngineConfig.from_options(**({"model": BUILTIN} | given))

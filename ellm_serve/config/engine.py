@@ -1,61 +1,17 @@
-"""The engine's configuration: frozen, strict, complete.
-
-An unknown key, a wrong type and a value out of range are refused in one line; nothing is ignored.
-None means "decide at start"; `resolve` puts the decisions into a new configuration and nobody
-writes to one later. vLLM's names for the same things are accepted (`ALIASES`).
-"""
+"""The configuration of one engine."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self, TypeVar
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ellm_serve.config.values import ALIASES, AutoCount, AutoSize, Seconds, canonical, read_yaml
 from ellm_serve.errors import ConfigError
 
-# vLLM's name → ours.
-ALIASES = {
-    "max_model_len": "sequence_length",
-    "max_num_seqs": "batch_size",
-    "max_num_batched_tokens": "prefill_block",
-    "kv_cache_memory_bytes": "kv_budget_bytes",
-}
-AUTO = "auto"
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `12GB` (powers of ten), `12GiB` (powers of two) or `4096`.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size like 12GB, 12GiB or a number of bytes")
-    number, unit, binary = match.groups()
-    shift = _UNITS[unit.upper()]
-    return int(float(number) * (1 << shift if binary else 1000 ** (shift // 10)))
-
-
-def _size(value: object) -> object:
-    return parse_size(value) if isinstance(value, str) and value != AUTO else value
-
-
-def _auto(value: object) -> object:
-    return None if value == AUTO else value
-
-
-AutoCount = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_auto)]
-AutoSize = Annotated[
-    Annotated[int, Field(ge=1)] | None, BeforeValidator(_auto), BeforeValidator(_size)
-]
+Config = TypeVar("Config", bound="EngineConfig")
 
 
 class EngineConfig(BaseModel):
@@ -128,6 +84,11 @@ class EngineConfig(BaseModel):
     fork_threshold: int = Field(
         64, ge=0, description="shorter common prefixes are computed again rather than copied"
     )
+    stall_timeout_s: Seconds = Field(
+        120.0,
+        description="seconds without progress, beyond three times what the step in flight should"
+        " take, after which the engine counts as stuck",
+    )
 
     @classmethod
     def from_values(cls, values: Mapping[str, object], source: str = "configuration") -> Self:
@@ -136,14 +97,16 @@ class EngineConfig(BaseModel):
         Raises:
             ConfigError: one line that names the key, and the nearest one if it is unknown.
         """
-        named = _canonical(values, source, tuple(cls.model_fields))
+        named = canonical(values, source, tuple(cls.model_fields))
         try:
             return cls.model_validate(named)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = ".".join(str(part) for part in first["loc"][:1])
             reason = first["msg"].removeprefix("Value error, ")
-            got = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+            # What must not be shown as part of a configuration must not be shown here either.
+            hidden = first["type"] == "missing" or not cls.model_fields[key].repr
+            got = "" if hidden else f" (got {first['input']!r})"
             raise ConfigError(f"{source}: {key}: {reason[:1].lower()}{reason[1:]}{got}") from None
 
     @classmethod
@@ -154,23 +117,28 @@ class EngineConfig(BaseModel):
     @classmethod
     def from_yaml(cls, path: Path, overrides: Mapping[str, object] | None = None) -> Self:
         """A YAML mapping of the fields; `overrides` (from flags) win."""
-        values = read_yaml(path)
-        for key in overrides or {}:
-            values.pop(key, None)
-            for alias, name in ALIASES.items():
-                if name == key:
-                    values.pop(alias, None)
-        return cls.from_values(values | dict(overrides or {}), str(path))
+        values = cls._read(path)
+        overrides = overrides or {}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if ALIASES.get(key.replace("-", "_"), key.replace("-", "_")) not in overrides
+        }
+        return cls.from_values(kept | dict(overrides), str(path))
+
+    @classmethod
+    def _read(cls, path: Path) -> dict[str, object]:
+        return read_yaml(path)
 
 
 def resolve(
-    config: EngineConfig,
+    config: Config,
     *,
     sequence_length: int,
     threads: int,
     kv_budget_bytes: int,
     sockets: int = 1,
-) -> EngineConfig:
+) -> Config:
     """A configuration without None: what was left open takes these values."""
     decided = {
         "sequence_length": sequence_length,
@@ -180,43 +148,3 @@ def resolve(
     }
     given = config.model_dump(exclude_none=True)
     return type(config).model_validate(decided | given)
-
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """The mapping in a file.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML: {reason}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{path} must be a mapping of names to values")
-    return values
-
-
-def _canonical(
-    values: Mapping[str, object], source: str, known: tuple[str, ...]
-) -> dict[str, object]:
-    """The same values under our names; dashes count as underscores."""
-    named: dict[str, object] = {}
-    origin: dict[str, str] = {}
-    for key, value in values.items():
-        plain = key.replace("-", "_")
-        name = ALIASES.get(plain, plain)
-        if name not in known:
-            near = difflib.get_close_matches(plain, (*known, *ALIASES), 1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{source}: unknown key {key!r}{hint}")
-        if name in named:
-            raise ConfigError(f"{source}: {origin[name]!r} and {key!r} mean the same; give one")
-        named[name] = value
-        origin[name] = key
-    return named
