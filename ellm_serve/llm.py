@@ -21,6 +21,7 @@ from ellm_serve.closing import Closing
 from ellm_serve.cluster.launch import launch_engine
 from ellm_serve.cluster.startup import plan_start
 from ellm_serve.config import EngineConfig
+from ellm_serve.engine.admission import share
 from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.stream import TokenStream
 from ellm_serve.errors import EngineError, InvalidRequest
@@ -33,10 +34,9 @@ from ellm_serve.request import (
     TokenLogprobs,
     Usage,
 )
+from ellm_serve.text.answer import AnswerText
 from ellm_serve.text.chat_encoder import ChatEncoder, ChatPrompt
 from ellm_serve.text.chat_template import ChatTemplate
-from ellm_serve.text.detokenizer import IncrementalDetokenizer
-from ellm_serve.text.stop import StopStrings
 from ellm_serve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -91,7 +91,6 @@ class Turn:
 
     text: str
     token_ids: tuple[int, ...]
-    answer: str = ""
     answer_ids: tuple[int, ...] = ()
 
     def extend(self, tokenizer: Tokenizer, prompt: ChatPrompt) -> list[int]:
@@ -100,8 +99,9 @@ class Turn:
         Tokenising an answer's text again often gives other ids than were sampled, and the keys and
         values of all that follows would be lost.
         """
-        kept = self.text + self.answer
-        if not self.answer or not prompt.text.startswith(kept):
+        answer = tokenizer.decode(self.answer_ids)
+        kept = self.text + answer
+        if not answer or not prompt.text.startswith(kept):
             return prompt.token_ids
         tail = tokenizer.encode_marked(prompt.marked.tail(len(kept)))
         return [*self.token_ids, *self.answer_ids, *tail]
@@ -110,10 +110,9 @@ class Turn:
 class TextStream:
     """Iterates over the pieces of one answer; closing or dropping it ends the generation."""
 
-    def __init__(self, stream: TokenStream, tokenizer: Tokenizer, stop: StopStrings) -> None:
+    def __init__(self, stream: TokenStream, answer: AnswerText) -> None:
         self._stream = stream
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stop = stop
+        self._answer = answer
         self._finished = False
         self.turn: Turn | None = None
 
@@ -127,21 +126,17 @@ class TextStream:
         if delta.finish_reason is FinishReason.ERROR:
             self._finished = True
             raise EngineError(delta.error or "the generation failed")
-        plain = self._detokenizer.push_all(delta.token_ids)
-        text = self._stop.push(plain)
-        finish, stop = delta.finish_reason, delta.stop_token_id
-        if self._stop.matched is not None:
-            self.close()
-            return self._delta(delta, text, FinishReason.STOP, self._stop.matched)
-        if finish is not None:
+        text = self._answer.push(delta.token_ids)
+        if self._answer.matched is not None:
             self._finished = True
-            rest = self._detokenizer.flush()
-            text += self._stop.push(rest) + self._stop.flush()
-            plain += rest
+            self._stream.abort(FinishReason.STOP)
+            return self._delta(delta, text, FinishReason.STOP, self._answer.matched)
+        if delta.finish_reason is not None:
+            self._finished = True
+            text += self._answer.finish()
         if self.turn is not None:
-            self.turn.answer += plain
             self.turn.answer_ids += delta.token_ids
-        return self._delta(delta, text, finish, stop)
+        return self._delta(delta, text, delta.finish_reason, delta.stop_token_id)
 
     def _delta(
         self, delta: TokenDelta, text: str, finish: FinishReason | None, stop: str | int | None
@@ -191,6 +186,8 @@ class LLM(Closing):
             "top_p": defaults.top_p,
             "min_p": defaults.min_p,
             "repetition_penalty": defaults.repetition_penalty,
+            "presence_penalty": defaults.presence_penalty,
+            "frequency_penalty": defaults.frequency_penalty,
         } | fields
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         for name in given.keys() - known:
@@ -226,7 +223,8 @@ class LLM(Closing):
 
         # Enough in flight to keep every slot busy, few enough to stay within the queue's bounds;
         # a reader each, so that stop strings act at once.
-        with ThreadPoolExecutor(2 * self.config.batch_size, "ellm-generate") as pool:
+        num_readers = min(2 * self.config.batch_size, share(self.config.max_queued_requests))
+        with ThreadPoolExecutor(num_readers, "ellm-generate") as pool:
             try:
                 return list(pool.map(complete, requests))
             except BaseException:
@@ -312,8 +310,9 @@ class LLM(Closing):
 
     def _start(self, request: GenerateRequest, stop: str | Sequence[str]) -> TextStream:
         """Submits at once, so that refusals come now."""
-        strings = StopStrings([stop] if isinstance(stop, str) else stop)
-        return TextStream(self.engine.submit(request), self.tokenizer, strings)
+        strings = [stop] if isinstance(stop, str) else stop
+        answer = AnswerText(self.tokenizer, strings, min_tokens=request.sampling.min_tokens)
+        return TextStream(self.engine.submit(request), answer)
 
     def close(self) -> None:
         """Ends the engine and gives its memory back; running generations are ended."""

@@ -29,7 +29,8 @@ class SamplingParams:
     `max_tokens=None` means up to the end of the slot. `top_k` 0 or -1 means off. `seed=None` draws
     one. `logprobs` / `prompt_logprobs` give the number of alternatives per position (0: only the
     token itself), None switches them off. `stop_token_ids` end a sequence and are not part of the
-    output text; the model's own end ids do the same unless `ignore_eos`.
+    output text; the model's own end ids do the same unless `ignore_eos`. With `allowed_token_ids`
+    nothing else can be chosen; the output never completes one of the token sequences `bad_words`.
     """
 
     max_tokens: int | None = 16
@@ -47,6 +48,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, 100.0)
@@ -61,8 +64,10 @@ class SamplingParams:
         self._count("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._count("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         self._count("seed", -(1 << 63), (1 << 64) - 1, optional=True)
-        object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _ids(self.stop_token_ids, "stop_token_ids"))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -97,9 +102,13 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
 
+# A result of 20 alternatives per token is already 40 times the size of the token itself.
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_BIAS = 1e6
+# Each is looked at before every token, between two steps that others wait for.
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 8192
 _MANY = 1 << 31
 
 
@@ -107,10 +116,34 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _ids(value: object, param: str) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or not all(map(_is_int, value)):
-        raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+        raise InvalidRequest(f"{param} must be a list of token ids", param)
     return tuple(value)
+
+
+def _allowed(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = _ids(value, "allowed_token_ids")
+    if not ids:
+        raise InvalidRequest("allowed_token_ids is not None and empty!", "allowed_token_ids")
+    return tuple(sorted(set(ids)))
+
+
+def _words(value: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, Sequence):
+        raise InvalidRequest("bad_words must be a list of lists of token ids", "bad_words")
+    words = tuple(_ids(word, "bad_words") for word in value)
+    if () in words:
+        raise InvalidRequest("bad_words must not contain an empty word", "bad_words")
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(
+            f"bad_words takes at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens"
+            " together",
+            "bad_words",
+        )
+    return words
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
@@ -138,7 +171,9 @@ class GenerateRequest:
     """One sequence to generate: a prompt of token ids and how to continue it.
 
     `session_key` names the conversation whose KV may be reused and kept; None means no session of
-    its own (the longest matching prefix of the same `principal` is still used).
+    its own (the longest matching prefix of the same owner is still used). A `principal` is whom
+    fairness and the queue's bounds count; requests of one principal with different `cache_salt`
+    share no KV. A lower `priority` runs earlier, among the requests of one principal.
     """
 
     request_id: str
@@ -146,6 +181,13 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session_key: str | None = None
     principal: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def cache_owner(self) -> str:
+        """Within which requests computed prefixes are shared."""
+        return f"{self.principal}\0{self.cache_salt}" if self.cache_salt else self.principal
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +213,11 @@ class Usage:
 class TokenDelta:
     """What one step added to a sequence.
 
-    `token_ids` never contains the end id that stopped the sequence (`stop_token_id` names it).
-    `prompt_logprobs` comes once, with the first delta; its first entry is None.
+    `token_ids` never contains the end id that stopped the sequence: `stop_token_id` names it, and
+    its log-probabilities, if wanted, are the last entry of `logprobs`. `prompt_logprobs` comes
+    once, with the first delta; its first entry is None. `time` is the engine's clock (seconds,
+    `time.monotonic()`) when the token was sampled, or when a sequence ended without one; `started`
+    when the request left the queue, None if it never did.
     """
 
     request_id: str
@@ -183,3 +228,5 @@ class TokenDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     error: str | None = None
+    time: float = 0.0
+    started: float | None = None

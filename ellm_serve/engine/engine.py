@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import overload
@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 
 from ellm_serve.closing import Closing
 from ellm_serve.engine.admission import QueueLoad, new_sequence, validate
-from ellm_serve.engine.executor import Executor
-from ellm_serve.engine.sampler import Sampler
+from ellm_serve.engine.executor import Executor, ExecutorLimits
+from ellm_serve.engine.heartbeat import Heartbeat
+from ellm_serve.engine.rows import Computed, Ending, Rows
 from ellm_serve.engine.scheduler import PrefillBlock, Scheduler, Step
 from ellm_serve.engine.sequence import Phase, Sequence
 from ellm_serve.engine.session_cache import SessionCache
-from ellm_serve.engine.stats import EngineStats, RequestStats, StepStats
+from ellm_serve.engine.stats import EngineStats, Progress, RequestStats, StepReport, StepStats
 from ellm_serve.engine.stream import TokenStream
 from ellm_serve.errors import EngineError, InvalidRequest, WorkerDied
-from ellm_serve.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from ellm_serve.request import FinishReason, GenerateRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Abort:
     sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a sequence ends, and what its last delta adds."""
-
     finish: FinishReason
-    token_ids: tuple[int, ...] = ()
-    stop_token_id: int | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
 
 
 class Engine(Closing):
@@ -56,10 +47,13 @@ class Engine(Closing):
     Args:
         eos_token_ids: the model's own end ids.
         max_queued_requests, max_queued_tokens: bounds on what has not started; a single prompt is
-            admitted whatever its length.
+            admitted whatever its length, and one principal leaves a reserve (see `QueueLoad`).
         prefill_budget_s: how long decoding rows wait for prefill between two of their tokens.
         fork_threshold: shorter common prefixes are computed again rather than copied.
-        on_finished: called from the loop thread with the numbers of each finished request.
+        stall_timeout_s: how long the loop may be silent, besides three times what its step should
+            take, before `health` complains.
+        on_finished, on_step: called from the loop thread with the numbers of each finished request
+            and of each step; they must not block.
     """
 
     def __init__(
@@ -71,7 +65,9 @@ class Engine(Closing):
         max_queued_tokens: int = 1 << 21,
         prefill_budget_s: float = 0.05,
         fork_threshold: int = 64,
+        stall_timeout_s: float = 180.0,
         on_finished: Callable[[RequestStats], None] | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -79,16 +75,20 @@ class Engine(Closing):
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prefill_budget_s = prefill_budget_s
         self._on_finished = on_finished
+        self._on_step = on_step
         self._clock = clock
         self._cache = SessionCache(executor, fork_threshold)
         self._scheduler = Scheduler(executor, self._cache, clock)
-        self._sampler = Sampler(self._limits.vocab_size)
+        self._rows = Rows(self._limits.vocab_size, clock)
         self._steps = StepStats()
+        self._heartbeat = Heartbeat(clock, self._steps, stall_timeout_s)
         # Everything below is guarded by the condition.
         self._wake = threading.Condition()
         self._inbox: list[Sequence | _Abort] = []
         self._live: dict[str, Sequence] = {}
         self._queue = QueueLoad(max_queued_requests, max_queued_tokens)
+        self._in_line: tuple[Sequence, ...] = ()
+        self._num_changes = 0
         self._closing = False
         self._stopped: str | None = None
         self._pid = os.getpid()
@@ -128,7 +128,9 @@ class Engine(Closing):
                 raise InvalidRequest(
                     f"A request with the id {request.request_id!r} is running.", "request_id"
                 )
-            self._queue.add(sequence.num_prompt_tokens, self._steps.prefill_tokens_per_s)
+            self._queue.add(
+                request.principal, sequence.num_prompt_tokens, self._steps.prefill_tokens_per_s
+            )
             self._live[request.request_id] = sequence
             self._inbox.append(sequence)
             self._wake.notify()
@@ -138,18 +140,22 @@ class Engine(Closing):
         """Raises what `submit` would raise about the request itself."""
         validate(request, self._limits)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request with FinishReason.ABORT; unknown or finished ones are ignored."""
+    def abort(self, request_id: str, finish: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request early; unknown or finished ones are ignored.
+
+        finish: why; a reader that has found its stop string says STOP. What was computed stays for
+        the session's next turn either way.
+        """
         with self._wake:
             sequence = self._live.get(request_id)
             if sequence is not None:
-                self._inbox.append(_Abort(sequence))
+                self._inbox.append(_Abort(sequence, finish))
                 self._wake.notify()
 
     def stats(self) -> EngineStats:
         """What the engine is doing now. Counts may be one step apart from each other."""
         with self._wake:
-            num_waiting, num_rejected = self._queue.num_requests, self._queue.num_rejected
+            num_waiting, num_rejected = self._queue.all.num_requests, self._queue.num_rejected
         return EngineStats(
             num_waiting=num_waiting,
             num_prefilling=len(self._scheduler.prefilling),
@@ -163,11 +169,44 @@ class Engine(Closing):
             steps=self._steps.copy(),
         )
 
-    def num_computed_tokens(self, request_id: str) -> int | None:
-        """How far a request is, cached tokens included; None if it is not running. For progress."""
+    def progress(self, request_id: str) -> Progress | None:
+        """How far a request is; None if it is not running."""
+        num_ahead = 0
         with self._wake:
             sequence = self._live.get(request_id)
-        return None if sequence is None else sequence.num_computed_tokens
+            if sequence is None or sequence.phase is Phase.FINISHED:
+                return None
+            phase = sequence.phase
+            if phase is Phase.WAITING:
+                line = (*self._in_line, *self._newcomers())
+                num_ahead = line.index(sequence) if sequence in line else len(line)
+        return Progress(
+            phase.value, sequence.num_computed_tokens, sequence.num_prompt_tokens, num_ahead
+        )
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        """What one request may ask for, and how many run at once."""
+        return self._limits
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end ids."""
+        return self._eos_token_ids
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the loop last made progress; 0.0 when it has no work or has stopped."""
+        return self._heartbeat.stalled_s
+
+    @property
+    def expected_step_s(self) -> float:
+        """How long the step in flight should take by the rates measured so far."""
+        return self._heartbeat.expected_s
+
+    def health(self) -> str | None:
+        """Why the engine does not work: it has stopped, or its loop is stuck. None: it works."""
+        return self._stopped or self._heartbeat.complaint()
 
     @property
     def stopped(self) -> str | None:
@@ -202,20 +241,25 @@ class Engine(Closing):
         try:
             step = self._scheduler.schedule()
             self._recount()
-            decode_logits, prefill_logits = self._execute(step)
+            computed = self._execute(step)
         except WorkerDied:
             raise
         except EngineError as error:
             self._fail_running(error)
         else:
-            self._update(step, decode_logits, prefill_logits)
+            self._update(step, computed)
+            if self._on_step is not None and not step.empty:
+                report = computed.report(step)
+                self._guarded("The listener to steps", partial(self._on_step, report))
 
     def _receive(self) -> bool:
         """Sleeps until there is work, then takes the commands. False: closing."""
+        self._recount()
         with self._wake:
-            self._recount()
             while not (self._inbox or self._closing or self._scheduler.has_work):
+                self._heartbeat.idle()
                 self._wake.wait()
+                self._heartbeat.beat(self._clock())
             commands, self._inbox = self._inbox, []
             if self._closing:
                 return False
@@ -224,48 +268,55 @@ class Engine(Closing):
             match command:
                 case Sequence():
                     self._scheduler.add(command)
-                case _Abort(sequence):
-                    self._end(sequence, _Ending(FinishReason.ABORT))
+                case _Abort(sequence, finish):
+                    self._end(sequence, Ending(finish))
         return True
 
     def _recount(self) -> None:
         """Brings the load of the queue up to date with what has started or ended."""
+        waiting = self._scheduler.waiting
+        if waiting.num_changes == self._num_changes:
+            return
+        self._num_changes = waiting.num_changes
         with self._wake:
-            new = (command for command in self._inbox if isinstance(command, Sequence))
-            self._queue.recount((*self._scheduler.waiting, *new))
+            self._in_line = waiting.in_order()
+            self._queue.recount((*self._in_line, *self._newcomers()))
 
-    def _execute(self, step: Step) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+    def _newcomers(self) -> Iterator[Sequence]:
+        """What was submitted and not yet received."""
+        return (command for command in self._inbox if isinstance(command, Sequence))
+
+    def _execute(self, step: Step) -> Computed:
         assert not (step.empty and self._scheduler.has_work), "nothing to do for live sequences"
         start = self._clock()
+        self._heartbeat.step(step, start)
         decoded = prefilled = None
         if step.decode:
             decoded = self._executor.decode([sequence.decode_span() for sequence in step.decode])
-        between = self._clock()
+        stop = between = self._clock()
+        self._heartbeat.beat(between)
         if step.block is not None:
             prefilled = self._executor.run_prefill(self._prefill_budget_s)
-            step.block.seconds += self._clock() - between
+            stop = self._clock()
+            self._heartbeat.beat(stop)
+            step.block.seconds += stop - between
             self._steps.num_prefill_segments += 1
         self._steps.num_steps += 1
         self._steps.num_decode_steps += bool(step.decode)
         self._steps.num_decode_tokens += len(step.decode)
         self._steps.decode_s += between - start
-        return decoded, prefilled
+        return Computed(decoded, prefilled, stop - start)
 
-    def _update(
-        self,
-        step: Step,
-        decode_logits: NDArray[np.float32] | None,
-        prefill_logits: NDArray[np.float32] | None,
-    ) -> None:
+    def _update(self, step: Step, computed: Computed) -> None:
         for sequence in step.starved:
             message = "No memory is left for this sequence."
-            self._end(sequence, _Ending(FinishReason.ERROR, error=message))
-        if decode_logits is not None:
-            for sequence, logits in zip(step.decode, decode_logits, strict=True):
+            self._end(sequence, Ending(FinishReason.ERROR, error=message))
+        if computed.decoded is not None:
+            for sequence, logits in zip(step.decode, computed.decoded, strict=True):
                 self._scheduler.decoded(sequence)
-                self._take(sequence, partial(self._sample, sequence, logits))
-        if step.block is not None and prefill_logits is not None:
-            self._update_block(step.block, prefill_logits)
+                self._take(sequence, partial(self._rows.next, sequence, logits))
+        if step.block is not None and computed.prefilled is not None:
+            self._update_block(step.block, computed.prefilled)
 
     def _update_block(self, block: PrefillBlock, logits: NDArray[np.float32]) -> None:
         self._scheduler.prefilled(block)
@@ -275,83 +326,47 @@ class Engine(Closing):
             rows = logits[first : first + span.num_logit_rows]
             first += span.num_logit_rows
             if sequence.phase is not Phase.FINISHED:
-                self._take(sequence, partial(self._take_prompt, sequence, span.start, rows))
+                self._take(sequence, partial(self._rows.prompt, sequence, span.start, rows))
 
-    def _take(self, sequence: Sequence, action: Callable[[], _Ending | None]) -> None:
+    def _take(self, sequence: Sequence, action: Callable[[], Ending | None]) -> None:
         """Runs what concerns one row; if that fails, only this row ends."""
         ending = self._guarded(sequence, action)
         if ending is not None:
             self._end(sequence, ending)
 
-    def _guarded(self, sequence: Sequence, action: Callable[[], _Ending | None]) -> _Ending | None:
+    def _guarded(self, what: object, action: Callable[[], Ending | None]) -> Ending | None:
         try:
             return action()
         except Exception as error:
-            # A row's sampler or consumer may fail in any way; its neighbours must not notice.
-            logger.exception("Request %s failed.", sequence.request.request_id)
+            # A row's sampler or a consumer may fail in any way; nobody else must notice.
+            logger.exception("%s failed.", what)
             message = str(error) if isinstance(error, EngineError) else "Internal error."
-            return _Ending(FinishReason.ERROR, error=message)
-
-    def _take_prompt(
-        self, sequence: Sequence, start: int, logits: NDArray[np.float32]
-    ) -> _Ending | None:
-        """Takes the logits of prompt positions from `start` on; samples after the last one."""
-        count = sequence.request.sampling.prompt_logprobs
-        if count is not None and sequence.wants_prompt_logprobs:
-            wanted = sequence.token_ids[start + 1 : start + 1 + len(logits)]
-            if start == 0:
-                sequence.prompt_logprobs.append(None)
-            sequence.prompt_logprobs += self._sampler.prompt_logprobs(
-                logits[: len(wanted)], wanted, count
-            )
-        if sequence.phase is not Phase.DECODE:
-            return None
-        if sequence.max_output_tokens == 0:
-            return _Ending(FinishReason.LENGTH)
-        return self._sample(sequence, logits[-1])
-
-    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> _Ending | None:
-        choice = self._sampler.choose(
-            logits,
-            sequence.request.sampling,
-            sequence.processor,
-            sequence.seed,
-            len(sequence.token_ids),
-            sequence.num_output_tokens,
-        )
-        sequence.times.token(self._clock())
-        finish = sequence.append(choice.token_id)
-        if finish is FinishReason.STOP:
-            return _Ending(finish, stop_token_id=choice.token_id)
-        logprobs = () if choice.logprobs is None else (choice.logprobs,)
-        if finish is not None:
-            return _Ending(finish, (choice.token_id,), logprobs=logprobs)
-        sequence.deliver((choice.token_id,), logprobs=logprobs)
-        return None
+            return Ending(FinishReason.ERROR, error=message)
 
     # --- ends --------------------------------------------------------------------------------
 
-    def _end(self, sequence: Sequence, ending: _Ending) -> None:
+    def _end(self, sequence: Sequence, ending: Ending) -> None:
         """Ends a sequence in whatever phase and tells its consumer; later calls do nothing."""
         if sequence.phase is Phase.FINISHED:
             return
         if sequence.phase is Phase.PREFILL and ending.finish is FinishReason.ABORT:
             self._steps.num_cancelled_in_prefill += 1
         self._scheduler.finish(sequence)
-        stats = sequence.stats(ending.finish, self._clock())
+        now = self._clock()
+        stats = sequence.stats(ending.finish, now)
         self._steps.ended(stats)
         with self._wake:
             del self._live[sequence.request.request_id]
-        self._deliver(sequence, ending)
+        self._deliver(sequence, ending, now)
         if self._on_finished is not None:
             self._guarded(sequence, partial(self._on_finished, stats))
 
-    def _deliver(self, sequence: Sequence, ending: _Ending) -> None:
+    def _deliver(self, sequence: Sequence, ending: Ending, now: float) -> None:
         self._guarded(
             sequence,
             partial(
-                sequence.deliver, ending.token_ids, ending.finish, ending.stop_token_id,
-                ending.logprobs, ending.error,
+                sequence.deliver, now if ending.time is None else ending.time, ending.token_ids,
+                ending.finish, ending.stop_token_id, ending.logprobs, ending.error,
             ),
         )  # fmt: skip
 
@@ -360,7 +375,7 @@ class Engine(Closing):
         logger.error("A step failed: %s", error)
         self._scheduler.drop_block()
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
-            self._end(sequence, _Ending(FinishReason.ERROR, error=str(error)))
+            self._end(sequence, Ending(FinishReason.ERROR, error=str(error)))
 
     def _stop(self, reason: str, finish: FinishReason) -> None:
         """The thread's last act. Leaves the scheduler alone: after a bug it may be inconsistent."""
@@ -370,7 +385,8 @@ class Engine(Closing):
             self._live.clear()
             self._inbox.clear()
             self._queue.recount(())
+            self._heartbeat.idle()
         for sequence in live:
             error = reason if finish is FinishReason.ERROR else None
-            self._deliver(sequence, _Ending(finish, error=error))
+            self._deliver(sequence, Ending(finish, error=error), self._clock())
         self._executor.close()

@@ -1,10 +1,10 @@
 """Decides what the next step computes: one token of every decoding row, one segment of prefill.
 
-One prefill block is in flight at most. Order is first come, first served, with two exceptions: a
-prompt whose uncomputed part fits into the rest of a block joins it, and while a longer prompt needs
-several blocks up to half of each goes to such short ones. So the first in line always advances, and
-short prompts never wait for all of a long one. A sequence gets its slot when its first block is
-built; until then nothing of it exists but its place in the queue.
+One prefill block is in flight at most. Order is that of the queue (`waiting`), with two exceptions:
+a prompt whose uncomputed part fits into the rest of a block joins it, and while a longer prompt
+needs several blocks up to half of each goes to such short ones. So the first in line always
+advances, and short prompts never wait for all of a long one. A sequence gets its slot when its
+first block is built; until then nothing of it exists but its place in the queue.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import islice
 from ellm_serve.engine.executor import Executor, Span
 from ellm_serve.engine.sequence import Phase, Sequence
 from ellm_serve.engine.session_cache import SessionCache
+from ellm_serve.engine.waiting import FairQueue
 
 # Tokens of waiting prompts that are matched with resident sessions to fill one block: running
 # streams wait for it, a few nanoseconds per token and session that shares it.
@@ -73,7 +74,7 @@ class Scheduler:
         # No memory for the first prompt in line: not tried again until a sequence has ended.
         self._out_of_memory = False
         self.num_requeued = 0
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FairQueue(self._limits.prefill_block)
         self.prefilling: list[Sequence] = []
         self.decoding: deque[Sequence] = deque()
 
@@ -83,8 +84,8 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.decoding or self._block)
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue."""
-        self.waiting.append(sequence)
+        """Puts a new sequence into the queue."""
+        self.waiting.add(sequence)
 
     def schedule(self) -> Step:
         """The next step. Also takes leases and starts or cancels blocks."""
@@ -207,22 +208,23 @@ class Scheduler:
             return self.prefilling[0]
         if self._out_of_memory:
             return None
-        if self.waiting and self._cache.num_idle and self._admit(self.waiting[0]):
-            return self.prefilling[0]
-        return None
+        if not (self.waiting and self._cache.num_idle):
+            return None
+        first = self.waiting.in_order()[0]
+        return first if self._admit(first) else None
 
     def _admit(self, sequence: Sequence) -> bool:
         """Takes a lease and moves the sequence from the queue to prefill, if a slot is idle."""
         request = sequence.request
         lease = self._cache.lease(
             request.session_key,
-            request.principal,
+            request.cache_owner,
             sequence.token_ids,
             reuse=not sequence.wants_prompt_logprobs,
         )
         if lease is None:
             return False
-        self.waiting.remove(sequence)
+        self.waiting.start(sequence, len(sequence.token_ids) - lease.num_cached_tokens)
         self.prefilling.append(sequence)
         sequence.phase = Phase.PREFILL
         sequence.lease = lease
@@ -246,7 +248,7 @@ class Scheduler:
     def _join_short(self, block: PrefillBlock, room: int, head: Sequence) -> None:
         """Adds waiting prompts whose uncomputed part fits into `room` tokens."""
         num_matched = 0
-        for sequence in tuple(self.waiting):
+        for sequence in self.waiting.in_order():
             num_matched += len(sequence.token_ids)
             # The head needs at least one row of logits for itself.
             full = not room or not self._cache.num_idle or block.logit_room < 2
@@ -270,7 +272,7 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             return 0
         request = sequence.request
-        return self._cache.match(request.session_key, request.principal, sequence.token_ids)
+        return self._cache.match(request.session_key, request.cache_owner, sequence.token_ids)
 
     def _will_fork(self, sequence: Sequence, head: Sequence) -> bool:
         """Whether it is better to wait: the head is about to compute the start of this prompt."""
@@ -278,7 +280,7 @@ class Scheduler:
         return (
             sequence.num_prompt_tokens > count
             and head.num_prompt_tokens > count
-            and sequence.request.principal == head.request.principal
+            and sequence.request.cache_owner == head.request.cache_owner
             and not sequence.wants_prompt_logprobs
             and head.num_computed_tokens < count
             and sequence.token_ids[:count] == head.token_ids[:count]
@@ -299,7 +301,7 @@ class Scheduler:
             self.decoding.remove(sequence)
         self._end_lease(sequence)
         sequence.phase = Phase.WAITING
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
         self._out_of_memory = True
         self.num_requeued += 1
 

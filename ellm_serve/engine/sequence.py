@@ -81,6 +81,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = array("i", self.request.prompt_token_ids)
 
+    def __str__(self) -> str:
+        return f"Request {self.request.request_id}"
+
     @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
@@ -140,6 +143,7 @@ class Sequence:
 
     def deliver(
         self,
+        time: float,
         token_ids: tuple[int, ...] = (),
         finish_reason: FinishReason | None = None,
         stop_token_id: int | None = None,
@@ -155,7 +159,7 @@ class Sequence:
         prompt_logprobs = tuple(self.prompt_logprobs) if error is None else ()
         delta = TokenDelta(
             self.request.request_id, token_ids, self.usage, finish_reason, stop_token_id, logprobs,
-            prompt_logprobs, error,
+            prompt_logprobs, error, time, self.times.started,
         )  # fmt: skip
         self.prompt_logprobs.clear()
         self._deliverable = False

@@ -28,6 +28,30 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a running request is.
+
+    phase: "waiting", "prefill" or "decode". num_computed_tokens counts cached tokens and output
+    too; during a prefill it moves block by block. num_ahead: requests that the queue would start
+    first, 0 once started.
+    """
+
+    phase: str
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step: prompt tokens whose block it completed, tokens decoded, seconds of computing."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SessionStats:
     """One slot of the KV tensor that holds tokens."""
 
@@ -77,6 +101,11 @@ class StepStats:
         rate = num_tokens / max(seconds, 1e-6)
         old = self.prefill_tokens_per_s
         self.prefill_tokens_per_s = old + _NEWEST * (rate - old) if old else rate
+
+    @property
+    def decode_step_s(self) -> float:
+        """Mean seconds of a decode step; 0.0 before the first."""
+        return self.decode_s / self.num_decode_steps if self.num_decode_steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from ellm_serve.request import TokenDelta
+from ellm_serve.request import FinishReason, TokenDelta
 
 
 class TokenStream:
     """Iterates over the deltas of one request. Leaving its `with` block aborts the request."""
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str, FinishReason], None]) -> None:
         self.request_id = request_id
         self._abort = abort
         self._deltas: SimpleQueue[TokenDelta] = SimpleQueue()
@@ -23,10 +23,10 @@ class TokenStream:
         """Called by the engine."""
         self._deltas.put(delta)
 
-    def abort(self) -> None:
+    def abort(self, finish: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request; a last delta still comes. Does nothing after that."""
         if not self._finished:
-            self._abort(self.request_id)
+            self._abort(self.request_id, finish)
 
     def __iter__(self) -> Iterator[TokenDelta]:
         return self

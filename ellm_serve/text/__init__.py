@@ -3,6 +3,7 @@
 Knows nothing of HTTP, arrays or requests; the layers above bring text and ids together with them.
 """
 
+from ellm_serve.text.answer import AnswerText
 from ellm_serve.text.chat_encoder import ChatEncoder, ChatPrompt
 from ellm_serve.text.chat_template import ChatTemplate, RenderLimits
 from ellm_serve.text.control_text import MarkedText
@@ -12,6 +13,7 @@ from ellm_serve.text.stop import StopStrings
 from ellm_serve.text.tokenizer import Tokenizer
 
 __all__ = [
+    "AnswerText",
     "ChatEncoder",
     "ChatPrompt",
     "ChatTemplate",

@@ -32,15 +32,19 @@ class StopStrings:
         """The stop string that ended the text, if one did."""
         return self._matched
 
-    def push(self, text: str) -> str:
-        """What the reader may see after `text`; nothing any more once a string has matched."""
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """What the reader may see after `text`; nothing any more once a string has matched.
+
+        A string that is complete while the filter is not `armed` is ordinary text; one that only
+        starts there is found all the same.
+        """
         if self._matched is not None:
             return ""
         if not self._matchers:
             return text
         for i, char in enumerate(text):
             for matcher in self._matchers:
-                if matcher.advance(char):
+                if matcher.advance(char) and armed:
                     return self._finish(matcher.string, self._held + text[: i + 1])
         return self._release(self._held + text, max(m.num_matched for m in self._matchers))
 
@@ -61,7 +65,11 @@ class StopStrings:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt for one string: constant work per character, on average."""
+    """Knuth-Morris-Pratt for one string: constant work per character, on average.
+
+    `num_matched` is the length of the longest start of the string, short of all of it, that the
+    text ends with.
+    """
 
     def __init__(self, string: str) -> None:
         self.string = string
@@ -74,7 +82,10 @@ class _Matcher:
             self.num_matched = self._fallback[self.num_matched - 1]
         if self.string[self.num_matched] == char:
             self.num_matched += 1
-        return self.num_matched == len(self.string)
+        complete = self.num_matched == len(self.string)
+        if complete:
+            self.num_matched = self._fallback[-1]
+        return complete
 
 
 def _fallback_table(string: str) -> list[int]:

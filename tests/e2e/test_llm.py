@@ -78,6 +78,26 @@ def test_stop_string_ends_the_text(llm: LLM) -> None:
     assert llm.generate(PROMPTS[1], params)[0].text == text
 
 
+def test_a_stop_string_is_counted_as_stop(llm: LLM) -> None:
+    """Not as a request that was given up."""
+    params = llm.sampling(max_tokens=400, temperature=0, ignore_eos=True)
+    before = llm.engine.stats().steps.finished
+    llm.generate(PROMPTS[1], params, stop=llm.generate(PROMPTS[1], params)[0].text[5:8])
+    llm.generate("x", llm.sampling(max_tokens=1))
+    after = llm.engine.stats().steps.finished
+    assert after - before == {FinishReason.STOP: 1, FinishReason.LENGTH: 2}
+
+
+def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
+    """A stop string that the first tokens hold is ordinary text."""
+    params = llm.sampling(max_tokens=40, min_tokens=20, temperature=0, logprobs=0)
+    whole = llm.generate(PROMPTS[1], params)[0]
+    stop = whole.text[:3]
+    again = llm.generate(PROMPTS[1], params, stop=stop)[0]
+    assert len(again.token_ids) >= 20
+    assert again.text.startswith(stop)
+
+
 def test_dropping_a_stream_frees_its_slot(llm: LLM) -> None:
     """More abandoned generations than there are slots, then a normal one."""
     for _ in range(3 * llm.config.batch_size):

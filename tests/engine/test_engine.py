@@ -10,7 +10,7 @@ import pytest
 
 from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.executor import Span
-from ellm_serve.engine.stats import RequestStats
+from ellm_serve.engine.stats import Progress, RequestStats
 from ellm_serve.errors import (
     ContextLengthExceeded,
     EngineError,
@@ -65,6 +65,9 @@ class Gate:
         (request("r", logit_bias=((48, 1.0),)), "logit_bias"),
         (request("r", logit_bias=((-1, 1.0),)), "logit_bias"),
         (request("r", stop_token_ids=(7, 48)), "stop_token_ids"),
+        (request("r", allowed_token_ids=(7, 48)), "allowed_token_ids"),
+        (request("r", allowed_token_ids=(-1,)), "allowed_token_ids"),
+        (request("r", bad_words=((7,), (5, 48, 6))), "bad_words"),
     ],
 )
 def test_bad_requests_never_reach_the_executor(bad: GenerateRequest, param: str) -> None:
@@ -88,6 +91,15 @@ def test_bad_requests_never_reach_the_executor(bad: GenerateRequest, param: str)
         ("logit_bias", 5),
         ("stop_token_ids", 5),
         ("stop_token_ids", (1.0,)),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", (1.0,)),
+        ("bad_words", 5),
+        ("bad_words", (5,)),
+        ("bad_words", ((),)),
+        ("bad_words", (("a",),)),
+        ("bad_words", ((3,),) * 1025),
+        ("bad_words", ((3,) * 8193,)),
         ("temperature", "hot"),
         ("temperature", True),
         ("max_tokens", 1.5),
@@ -276,13 +288,14 @@ def test_aborted_output_is_reused() -> None:
         consumer = Consumer()
         engine.submit(request("first", range(2, 32)), consumer)
         assert gate.reached.wait(30)
-        assert engine.num_computed_tokens("first") == 30
+        progress = engine.progress("first")
+        assert progress == Progress("decode", 30, 30, 0)
         engine.abort("first")
         gate.open.set()
         consumer.wait()
         retry = run(engine, request("retry", range(2, 32)))
         assert retry.last.usage.num_cached_tokens == 29
-        assert engine.num_computed_tokens("first") is None
+        assert engine.progress("first") is None
 
 
 def test_no_slot_leaks_over_many_aborts() -> None:

@@ -40,6 +40,8 @@ def random_sampling(rng: random.Random) -> SamplingParams:
         presence_penalty=rng.choice([0.0, 0.0, 0.5]),
         logit_bias=rng.choice([(), ((5, 4.0), (7, -3.0), (5, 1.0))]),
         stop_token_ids=rng.choice([(), (4, 9)]),
+        allowed_token_ids=rng.choice([None, None, None, tuple(range(20, 44))]),
+        bad_words=rng.choice([(), (), ((21,), (30, 31), (22, 23, 24))]),
         ignore_eos=rng.random() < 0.3,
         seed=rng.randrange(5),
         logprobs=rng.choice([None, None, 0, 3]),
@@ -64,6 +66,8 @@ def random_requests(rng: random.Random, bounds: ExecutorLimits) -> list[Generate
                 random_sampling(rng),
                 rng.choice([None, "a", "b"]),
                 rng.choice(["", "", "other"]),
+                rng.choice([0, 0, 1, -1]),
+                rng.choice(["", "", "salt"]),
             )
         )
     return requests

@@ -52,6 +52,52 @@ def test_bias_comes_before_penalties() -> None:
     assert choose(row, params, prompt=(7,)).token_id == 9
 
 
+def test_only_allowed_ids_are_chosen() -> None:
+    """The best of them, however unlikely; a bias brings nothing else back."""
+    row = random_row()
+    worst = naive.order(row)[-3:]
+    params = greedy(allowed_token_ids=worst, logit_bias=((naive.order(row)[0], 1000.0),))
+    assert choose(row, params).token_id == worst[0]
+    sampled = SamplingParams(temperature=100.0, allowed_token_ids=tuple(worst))
+    drawn = {choose(row, sampled, seed=seed).token_id for seed in range(60)}
+    assert drawn == set(worst)
+
+
+def test_bad_words_are_never_completed() -> None:
+    """Only the output counts, not the prompt; a bias does not bring the last id back."""
+    row = np.zeros(VOCAB, np.float32)
+    row[[7, 8, 9]] = 3.0, 2.0, 1.0
+    words = ((7,), (5, 6, 8), (6, 8), (4, 8))
+    params = greedy(bad_words=words, logit_bias=((7, 1000.0),))
+    assert choose(row, params).token_id == 8
+    assert choose(row, params, prompt=(5, 6)).token_id == 8
+    assert choose(row, params, output=(6,)).token_id == 9
+    assert choose(row, params, output=(6, 4)).token_id == 9
+    assert choose(row, params, output=(4, 5)).token_id == 8
+    three = greedy(bad_words=((5, 6, 7),))
+    assert choose(row, three, output=(6,)).token_id == 7
+    assert choose(row, three, output=(1, 6)).token_id == 7
+    assert choose(row, three, output=(1, 5, 6)).token_id == 8
+    assert choose(row, three, output=(5, 6, 1)).token_id == 7
+
+
+def test_a_bad_word_longer_than_the_others_looks_back_far_enough() -> None:
+    """Each word sees as much of the output as it needs."""
+    row = np.zeros(VOCAB, np.float32)
+    row[3] = 1.0
+    params = greedy(bad_words=((9,), (1, 2, 1, 2, 3)))
+    assert choose(row, params, output=(2, 1, 2)).token_id == 3
+    assert choose(row, params, output=(1, 2, 1, 2)).token_id == 0
+    assert choose(row, params, output=(7, 1, 2, 1, 2)).token_id == 0
+
+
+def test_masks_come_before_penalties() -> None:
+    """A negative penalty, which makes tokens likelier, does not bring a masked one back."""
+    row = np.zeros(VOCAB, np.float32)
+    params = greedy(allowed_token_ids=(3, 4), bad_words=((3,),), presence_penalty=-2.0)
+    assert choose(row, params, output=(3, 5, 5)).token_id == 4
+
+
 def test_bias_entries_of_one_token_add_up() -> None:
     """Two entries for a token are both applied."""
     row = np.zeros(VOCAB, np.float32)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ellm_serve.errors import ModelError
+from ellm_serve.errors import ConfigError, ModelError
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.generation_config import GenerationDefaults, end_token_ids
 from tests.tiny_models import write_model
@@ -29,12 +30,15 @@ def test_published_fields(tmp_path: Path) -> None:
         "top_p": 0.95,
         "min_p": 0.1,
         "repetition_penalty": 1.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
         "max_new_tokens": 512,
         "transformers_version": "4.51.0",
     }
     assert read(tmp_path, fields) == GenerationDefaults(
         temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05,
-        max_new_tokens=512, eos_token_ids=(151645, 151643),
+        presence_penalty=0.5, frequency_penalty=-0.25, max_new_tokens=512,
+        eos_token_ids=(151645, 151643),
     )  # fmt: skip
 
 
@@ -58,6 +62,8 @@ def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
         {"top_p": 0},
         {"repetition_penalty": 0},
         {"top_k": 2.5},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -3},
         {"top_k": 1e300},
         {"max_new_tokens": 0},
         {"do_sample": 1},
@@ -67,6 +73,36 @@ def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
 def test_bad_values_name_the_key(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=next(iter(fields))):
         read(tmp_path, fields)
+
+
+def test_neutral_defaults_say_nothing() -> None:
+    assert GenerationDefaults.neutral() == GenerationDefaults()
+
+
+def test_an_override_replaces_what_it_names() -> None:
+    """Null takes a default away; what is not named stays, end ids as well."""
+    file = GenerationDefaults(temperature=0.7, top_k=20, eos_token_ids=(7,))
+    changed = file.override({"top_k": None, "min_p": 0.1, "max_new_tokens": 64})
+    assert changed == GenerationDefaults(
+        temperature=0.7, min_p=0.1, max_new_tokens=64, eos_token_ids=(7,)
+    )
+    assert file.override({}) == file
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temprature": 1.0}, "unknown key 'temprature'; did you mean temperature"),
+        ({"zzz": 1.0}, "unknown key 'zzz'; known are"),
+        ({"eos_token_ids": [1]}, "unknown key 'eos_token_ids'"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_p": 2}, "top_p must be in"),
+    ],
+)
+def test_bad_overrides_are_refused(values: dict[str, object], words: str) -> None:
+    """They come from a flag: one line that names the key."""
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        GenerationDefaults().override(values)
 
 
 def test_end_ids_are_the_union_of_both_files(tmp_path: Path) -> None:

@@ -49,6 +49,23 @@ def test_strings_that_repeat_themselves(length: int) -> None:
             assert (shown, filter.matched) == _search(text, [string], include=False)
 
 
+@given(letters, stops, st.integers(0, 24))
+def test_a_filter_that_is_armed_later_finds_what_ends_later(
+    text: str, strings: list[str], first: int
+) -> None:
+    """Strings that end among the first characters are ordinary text, even if they start others."""
+    filter = StopStrings(strings)
+    shown = filter.push(text[:first], armed=False) + filter.push(text[first:]) + filter.flush()
+    expected: tuple[str, str | None] = (text, None)
+    for end in range(len(text), first, -1):
+        for string in sorted(strings, key=len):
+            if text[:end].endswith(string):
+                expected = (text[: end - len(string)], string)
+    # A string that started before may reach back behind what was shown already.
+    assert filter.matched == expected[1]
+    assert shown == expected[0]
+
+
 @given(letters, stops)
 def test_holds_only_a_possible_start(text: str, strings: list[str]) -> None:
     """Text that cannot be part of a stop string any more must not wait for more text."""
