@@ -25,32 +25,64 @@ logger = logging.getLogger(__name__)
 
 # Of each worker. Ray counts CPUs only to place things, and our threads are pinned.
 _NUM_CPUS = 0.1
+# All bundles of a group are on one host: they share memory.
+STRATEGY = "STRICT_PACK"
 _PLACEMENT_TIMEOUT_S = 30.0
 _PROCESS_TIMEOUT_S = 120.0
 _GRACE_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
 
 
-class Placement:
-    """A bundle per socket, all on the host of this process."""
+def worker_bundle() -> dict[str, float]:
+    """What a worker takes of its host."""
+    return {"CPU": _NUM_CPUS, SOCKET_RESOURCE: 1}
 
-    def __init__(self, sockets: int) -> None:
+
+class Placement:
+    """A bundle per socket, all on the host of this process.
+
+    `first_bundle` is socket 0's. A group that is not `ours` stays when this is closed.
+    """
+
+    def __init__(self, group: Any, first_bundle: int = 0, ours: bool = False) -> None:
+        """Of a group that is there. Use `create` or `inherit`."""
+        self.group = group
+        self.first_bundle = first_bundle
+        self._ours = ours
+
+    @classmethod
+    def create(cls, sockets: int) -> Placement:
+        """A group of our own.
+
+        Raises:
+            StartupError: this host has no room for it.
+        """
         ray = import_ray()
         # Ray names every host by its address; the engine's memory is on this one.
         host = f"node:{ray.util.get_node_ip_address()}"
-        bundle = {"CPU": _NUM_CPUS, SOCKET_RESOURCE: 1, host: 0.001}
-        self.group = ray.util.placement_group([bundle] * sockets, strategy="STRICT_PACK")
-        if not self.group.wait(_PLACEMENT_TIMEOUT_S):
-            self.close()
+        bundle = worker_bundle() | {host: 0.001}
+        group = ray.util.placement_group([bundle] * sockets, strategy=STRATEGY)
+        placement = cls(group, ours=True)
+        if not group.wait(_PLACEMENT_TIMEOUT_S):
+            placement.close()
             raise StartupError(
                 f"the Ray cluster has no {sockets} free {SOCKET_RESOURCE} on this host; start it"
                 f" with ray start --resources='{{\"{SOCKET_RESOURCE}\": {sockets}}}' or lower"
                 " --sockets"
             )
+        return placement
+
+    @classmethod
+    def inherit(cls) -> Placement:
+        """The group that the calling actor is in; the first bundle is the actor's own."""
+        group = import_ray().util.get_current_placement_group()
+        assert group is not None, "the calling actor has no placement group"
+        return cls(group, first_bundle=1)
 
     def close(self) -> None:
-        """Gives the bundles back."""
-        import_ray().util.remove_placement_group(self.group)
+        """Gives the bundles of our own group back."""
+        if self._ours:
+            import_ray().util.remove_placement_group(self.group)
 
 
 class Crew:
@@ -67,9 +99,9 @@ class Crew:
             remote.options(
                 num_cpus=_NUM_CPUS,
                 resources={SOCKET_RESOURCE: 1},
-                scheduling_strategy=strategy(placement.group, placement_group_bundle_index=rank),
+                scheduling_strategy=strategy(placement.group, placement_group_bundle_index=bundle),
             ).remote(berth)
-            for rank, berth in enumerate(berths)
+            for bundle, berth in enumerate(berths, placement.first_bundle)
         ]
 
     def start(self, task: WorkerTask, timeout_s: float | None) -> list[SocketReport]:

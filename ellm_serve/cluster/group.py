@@ -56,7 +56,9 @@ class WorkerGroup(SocketGroup):
         memory: GroupMemory,
         session: RaySession,
         hang_s: float = HANG_S,
+        placement: Placement | None = None,
     ) -> None:
+        """`placement`: bundles to use; None: a placement group of its own."""
         super().__init__(config, options, memory.shared, memory.kv)
         self._model_dir = model_dir
         self._memory = memory
@@ -76,7 +78,7 @@ class WorkerGroup(SocketGroup):
         # Held for moments: a late watcher must not abort the next generation's steps.
         self._changing = threading.Lock()
         self._crew: Crew | None = None
-        self._placement: Placement | None = Placement(len(places))
+        self._placement: Placement | None = placement or Placement.create(len(places))
         try:
             self.reports = self._start_crew(timeout_s=None, measure=True)
         except BaseException:

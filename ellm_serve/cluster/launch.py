@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from ellm_kernels import load_entries
 from ellm_kernels.jit import compile_all
+from ellm_serve.cluster.crew import Placement
 from ellm_serve.cluster.group import WorkerGroup
 from ellm_serve.cluster.group_memory import GroupMemory
 from ellm_serve.cluster.local_ray import start_local_ray
@@ -15,6 +17,7 @@ from ellm_serve.engine.engine import Engine
 from ellm_serve.engine.executor import Executor
 from ellm_serve.engine.group import GroupOptions
 from ellm_serve.engine.loading import load_executor
+from ellm_serve.engine.stats import StepReport
 from ellm_serve.model.checkpoint import Checkpoint
 from ellm_serve.model.generation_config import GenerationDefaults, end_token_ids
 from ellm_serve.model.sharding import ExpertSplit
@@ -22,8 +25,17 @@ from ellm_serve.model.sharding import ExpertSplit
 logger = logging.getLogger(__name__)
 
 
-def launch_engine(start: Start, progress: bool = False) -> Engine:
+def launch_engine(
+    start: Start,
+    progress: bool = False,
+    *,
+    placement: Placement | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> Engine:
     """Loads the weights and starts the threads; the engine owns what was started.
+
+    `placement`: where Ray workers go; None: a placement group of their own. `on_step`: as for
+    `Engine`.
 
     Raises:
         StartupError: the checkpoint cannot be loaded.
@@ -31,11 +43,10 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
     config = start.config
     if start.plan.warning:
         logger.warning("%s", start.plan.warning)
-    threads = sum(len(place.cores) for place in start.places)
-    logger.info("%s; %d threads on %d sockets", start.plan.summary(), threads, len(start.places))
+    logger.info("%s", start.summary)
     executor: Executor
     if config.workers == "ray":
-        executor = launch_workers(start)
+        executor = launch_workers(start, placement)
     else:
         executor = load_executor(start.model_dir, start.model, group_options(start), progress)
     return Engine(
@@ -45,6 +56,8 @@ def launch_engine(start: Start, progress: bool = False) -> Engine:
         max_queued_tokens=config.max_queued_tokens,
         prefill_budget_s=config.prefill_budget_s,
         fork_threshold=config.fork_threshold,
+        stall_timeout_s=config.stall_timeout_s,
+        on_step=on_step,
     )
 
 
@@ -63,7 +76,7 @@ def group_options(start: Start) -> GroupOptions:
     )
 
 
-def launch_workers(start: Start) -> WorkerGroup:
+def launch_workers(start: Start, placement: Placement | None = None) -> WorkerGroup:
     """A Ray worker per socket; Ray itself is started if no cluster is there.
 
     Raises:
@@ -84,6 +97,9 @@ def launch_workers(start: Start) -> WorkerGroup:
             keep_weights=start.config.keep_weights,
         )
         stack.callback(memory.close)
-        group = WorkerGroup(start.model_dir, start.model, options, start.places, memory, session)
+        group = WorkerGroup(
+            start.model_dir, start.model, options, start.places, memory, session,
+            placement=placement,
+        )  # fmt: skip
         stack.pop_all()
     return group

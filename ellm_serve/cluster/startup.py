@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ellm_kernels import isa
 from ellm_serve.cluster.memory import Memory
 from ellm_serve.cluster.segment import SHM
 from ellm_serve.cluster.sockets import SocketPlace, choose_sockets
@@ -39,6 +40,19 @@ class Start:
     def cores(self) -> tuple[int, ...]:
         """Of all sockets."""
         return tuple(core for place in self.places for core in place.cores)
+
+    @property
+    def summary(self) -> str:
+        """One line: what runs where, with which kernels and how much memory."""
+        threads = _count(len(self.cores), "thread")
+        return (
+            f"{_count(len(self.places), 'socket')}, {threads}, {isa.active().name};"
+            f" weights {gb(self.plan.weights_bytes)}, {self.plan.summary()}"
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def plan_start(config: EngineConfig) -> Start:
