@@ -2,7 +2,8 @@
 
     python -m benchmarks.make_model --preset moe6 --out DIR
 
-Speed and memory do not depend on what weights mean, so a benchmark needs no download. The values
+Speed and memory do not depend on what weights mean, so a benchmark needs no download. A tokenizer
+comes with it, so that the model can be served. The values
 come from one random block read at a different place for each tensor: writing is limited by the
 disk, and memory stays constant whatever the size.
 """
@@ -21,13 +22,13 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.model_tokenizer import write_tokenizer
 from ellm_serve.model.config import ModelConfig
 from ellm_serve.model.tensors import Shape, model_tensors
 
 _COMMON: dict[str, object] = {
     "attention_bias": False,
     "bos_token_id": 0,
-    "eos_token_id": 1,
     "head_dim": 128,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -102,8 +103,11 @@ def write_preset(
 ) -> int:
     """Writes the model; returns the bytes of its tensors."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", preset)
-    _write_json(out / "generation_config.json", {"do_sample": True, "eos_token_id": 1})
+    vocab_size = preset["vocab_size"]
+    assert isinstance(vocab_size, int)
+    end_id = write_tokenizer(out, vocab_size)
+    _write_json(out / "config.json", {**preset, "eos_token_id": end_id})
+    _write_json(out / "generation_config.json", {"do_sample": True, "eos_token_id": end_id})
     tensors = model_tensors(ModelConfig.from_dir(out))
     block = _random_block(seed)
     shards = list(_split(tensors, shard_bytes))

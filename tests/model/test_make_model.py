@@ -16,8 +16,8 @@ from ellm_serve.model.tensors import model_tensors
 from tests.tiny_models import widen
 
 SMALL: dict[str, dict[str, object]] = {
-    "moe6": {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 512, "hidden_size": 64},
-    "dense06": {"num_hidden_layers": 2, "vocab_size": 512},
+    "moe6": {"num_hidden_layers": 2, "num_experts": 8, "vocab_size": 4096, "hidden_size": 64},
+    "dense06": {"num_hidden_layers": 2, "vocab_size": 4096},
 }
 
 
