@@ -166,6 +166,33 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(checked)
 
 
+class GrammarKind(StrEnum):
+    """What the text of a grammar is."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any JSON object; there is no text
+    REGEX = "regex"  # matches the whole answer
+    CHOICE = "choice"  # a JSON list of the possible answers
+    GRAMMAR = "grammar"  # of a client: llguidance's Lark, or GBNF
+    LARK = "lark"  # of our own making
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form of an answer; `grammar.compiler` makes it something the engine can follow.
+
+    `whitespace` is the regex of what may stand between two tokens of JSON, "" for nothing.
+    `lenient` ignores keywords of a schema that cannot be enforced, instead of refusing them.
+    `field` is the request's field that errors name. Equal grammars are compiled once.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    whitespace: str | None = None
+    lenient: bool = False
+    field: str | None = field(default=None, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence to generate: a prompt of token ids and how to continue it.
@@ -173,7 +200,8 @@ class GenerateRequest:
     `session_key` names the conversation whose KV may be reused and kept; None means no session of
     its own (the longest matching prefix of the same owner is still used). A `principal` is whom
     fairness and the queue's bounds count; requests of one principal with different `cache_salt`
-    share no KV. A lower `priority` runs earlier, among the requests of one principal.
+    share no KV. A lower `priority` runs earlier, among the requests of one principal. A grammar, if
+    the request is submitted with one, holds from behind the token `grammar_after` on.
     """
 
     request_id: str
@@ -183,6 +211,7 @@ class GenerateRequest:
     principal: str = ""
     priority: int = 0
     cache_salt: str = ""
+    grammar_after: int | None = None
 
     @property
     def cache_owner(self) -> str:

@@ -18,6 +18,7 @@ from ellm_serve.engine.logits import LogitsProcessor
 from ellm_serve.engine.sampler import MAX_SEED
 from ellm_serve.engine.sequence import Sequence, Times
 from ellm_serve.errors import ContextLengthExceeded, InvalidRequest, Overloaded, QueueBound
+from ellm_serve.grammar.constraint import CompiledGrammar, Constraint
 from ellm_serve.request import GenerateRequest, TokenDelta
 
 # What a client is told to wait before any prefill has been measured, and the bounds after that.
@@ -59,21 +60,43 @@ def new_sequence(
     eos_token_ids: frozenset[int],
     on_delta: Callable[[TokenDelta], None],
     now: float,
+    grammar: CompiledGrammar | None = None,
 ) -> Sequence:
-    """The engine's state for a valid request."""
+    """The engine's state for a valid request.
+
+    With `ignore_eos` the model's own end ids mean nothing, except at the end of a grammar.
+    """
     sampling = request.sampling
     room = limits.sequence_length - len(request.prompt_token_ids)
     end_ids = frozenset(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
+    if not sampling.ignore_eos or grammar is not None:
         end_ids |= eos_token_ids
+    constraint = None
+    if grammar is not None:
+        assert grammar.vocab_size == limits.vocab_size
+        constraint = _constraint(request, eos_token_ids, grammar)
     return Sequence(
         request,
         on_delta,
         end_ids,
         room if sampling.max_tokens is None else min(sampling.max_tokens, room),
         secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed,
-        LogitsProcessor(sampling, request.prompt_token_ids, end_ids, limits.vocab_size),
+        LogitsProcessor(sampling, request.prompt_token_ids, end_ids, limits.vocab_size, constraint),
         Times(now),
+    )
+
+
+def _constraint(
+    request: GenerateRequest, eos_token_ids: frozenset[int], grammar: CompiledGrammar
+) -> Constraint:
+    sampling = request.sampling
+    stop_ids = frozenset(sampling.stop_token_ids)
+    if not eos_token_ids | stop_ids:
+        raise InvalidRequest("A grammar needs a token that ends the answer.", "stop_token_ids")
+    return grammar.constraint(
+        stop_ids if sampling.ignore_eos else eos_token_ids | stop_ids,
+        eos_token_ids if sampling.ignore_eos else (),
+        request.grammar_after,
     )
 
 

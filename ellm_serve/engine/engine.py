@@ -30,6 +30,7 @@ from ellm_serve.engine.session_cache import SessionCache
 from ellm_serve.engine.stats import EngineStats, Progress, RequestStats, StepReport, StepStats
 from ellm_serve.engine.stream import TokenStream
 from ellm_serve.errors import EngineError, InvalidRequest, WorkerDied
+from ellm_serve.grammar.constraint import CompiledGrammar
 from ellm_serve.request import FinishReason, GenerateRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -98,16 +99,29 @@ class Engine(Closing):
     # --- any thread --------------------------------------------------------------------------
 
     @overload
-    def submit(self, request: GenerateRequest) -> TokenStream: ...
-    @overload
-    def submit(self, request: GenerateRequest, on_delta: Callable[[TokenDelta], None]) -> None: ...
     def submit(
-        self, request: GenerateRequest, on_delta: Callable[[TokenDelta], None] | None = None
+        self, request: GenerateRequest, *, grammar: CompiledGrammar | None = None
+    ) -> TokenStream: ...
+    @overload
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_delta: Callable[[TokenDelta], None],
+        *,
+        grammar: CompiledGrammar | None = None,
+    ) -> None: ...
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_delta: Callable[[TokenDelta], None] | None = None,
+        *,
+        grammar: CompiledGrammar | None = None,
     ) -> TokenStream | None:
         """Queues a request.
 
         With `on_delta`, deltas go to that function from the loop thread, so it must not block;
-        otherwise to the stream that is returned.
+        otherwise to the stream that is returned. The answer follows the grammar, if there is one;
+        several requests may share it.
 
         Raises:
             InvalidRequest, ContextLengthExceeded: the request can never be served.
@@ -119,7 +133,12 @@ class Engine(Closing):
         validate(request, self._limits)
         stream = TokenStream(request.request_id, self.abort)
         sequence = new_sequence(
-            request, self._limits, self._eos_token_ids, on_delta or stream.put, self._clock()
+            request,
+            self._limits,
+            self._eos_token_ids,
+            on_delta or stream.put,
+            self._clock(),
+            grammar,
         )
         with self._wake:
             if self._stopped is not None or self._closing:

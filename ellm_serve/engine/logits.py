@@ -1,9 +1,10 @@
 """What a request changes in its logits before a token is chosen.
 
-Order: all but the allowed ids masked, then the last ids of bad words, then logit_bias, then end ids
-until `min_tokens` (so a bias cannot bring anything back), then repetition, presence and frequency
-penalties. Works in place on a copy of the row; O(vocabulary) memory only for requests that ask for
-penalties or allowed ids.
+Order: what the grammar forbids, then all but the allowed ids masked, then the last ids of bad
+words, then logit_bias, then end ids until `min_tokens` (so a bias cannot bring anything back), then
+repetition, presence and frequency penalties. If the grammar leaves nothing but an end, it comes,
+whatever the others say. Works in place on a copy of the row; O(vocabulary) memory only for requests
+that ask for penalties or allowed ids.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ellm_kernels import sampling as kernels
+from ellm_serve.engine.token_mask import TokenMask
+from ellm_serve.grammar.constraint import Constraint
 from ellm_serve.request import SamplingParams
+
+# Dividing by less would leave the range of float32; no token's rank changes any more down here.
+_LEAST_PENALTY = 1e-30
 
 
 class LogitsProcessor:
@@ -27,9 +33,12 @@ class LogitsProcessor:
         prompt_token_ids: Sequence[int],
         end_ids: frozenset[int],
         vocab_size: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self._params = params
+        self._constraint = constraint
         self._min_tokens = params.min_tokens if end_ids else 0
+        self._ends = end_ids
         self._end_ids = np.array(sorted(end_ids), np.int64)
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
         self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
@@ -56,6 +65,7 @@ class LogitsProcessor:
             self._penalizes
             or self._bias_ids.size > 0
             or self._masked is not None
+            or constraint is not None
             or len(params.bad_words) > 0
         )
         size = vocab_size if self._penalizes else 0
@@ -68,8 +78,17 @@ class LogitsProcessor:
         """Whether `apply` would do anything for the next token."""
         return self._always or num_output_tokens < self._min_tokens
 
-    def apply(self, row: NDArray[np.float32], num_output_tokens: int) -> None:
-        """Adjusts the logits of the next token in place."""
+    def apply(self, row: NDArray[np.float32], num_output_tokens: int, mask: TokenMask) -> None:
+        """Adjusts the logits of the next token in place.
+
+        Raises:
+            EngineError: the grammar has no next token.
+        """
+        if self._constraint is not None:
+            complete = self._constraint.fill(mask.words)
+            mask.apply(row)
+            if complete:
+                return
         if self._masked is not None:
             np.copyto(row, -np.inf, where=self._masked)
         row[self._bad_ids] = -np.inf
@@ -83,7 +102,7 @@ class LogitsProcessor:
                 row,
                 self._in_prompt,
                 self._output_counts,
-                self._params.repetition_penalty,
+                max(self._params.repetition_penalty, _LEAST_PENALTY),
                 self._params.presence_penalty,
                 self._params.frequency_penalty,
             )
@@ -97,7 +116,13 @@ class LogitsProcessor:
         return [word[-1] for word in words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
 
     def observe(self, token_id: int) -> None:
-        """Counts a token of the output."""
+        """Counts a token of the output.
+
+        Raises:
+            EngineError: the grammar does not allow it.
+        """
+        if self._constraint is not None and token_id not in self._ends:
+            self._constraint.advance(token_id)
         self._tail.append(token_id)
         if self._penalizes:
             self._output_counts[token_id] += 1

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ellm_kernels import sampling as kernels
 from ellm_serve.engine.logits import LogitsProcessor
+from ellm_serve.engine.token_mask import TokenMask
 from ellm_serve.errors import EngineError
 from ellm_serve.request import SamplingParams, TokenLogprobs
 
@@ -34,6 +35,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._row = np.empty(vocab_size, np.float32)
+        self._mask = TokenMask(vocab_size)
         multiple = kernels.WEIGHTS_MULTIPLE
         self._weights = np.empty(-(-vocab_size // multiple) * multiple, np.float32)
         self._ids = np.empty(vocab_size, np.int32)
@@ -54,8 +56,8 @@ class Sampler:
         if processor.changes(num_output_tokens):
             np.copyto(self._row, logits)
             row = self._row
-            processor.apply(row, num_output_tokens)
-        best = _argmax(row)
+            processor.apply(row, num_output_tokens, self._mask)
+        best = _argmax(row, constrained=row is not logits)
         token = best if params.greedy else self._draw(row, best, params, seed, position)
         if params.logprobs is None:
             return Choice(token, None)
@@ -92,8 +94,10 @@ class Sampler:
         return [self.logprobs(row, token, count) for row, token in pairs]
 
 
-def _argmax(row: NDArray[np.float32]) -> int:
+def _argmax(row: NDArray[np.float32], constrained: bool = False) -> int:
     best = int(kernels.argmax(row))
+    if constrained and best >= 0 and row[best] == -np.inf:
+        raise EngineError("What the request forbids leaves no token to choose.")
     if best < 0 or not np.isfinite(row[best]):
         value = "NaN" if best < 0 else f"a maximum of {row[best]}"
         raise EngineError(f"The model's logits are not usable: {value}.")

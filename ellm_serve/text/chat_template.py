@@ -83,9 +83,13 @@ class RenderLimits:
 
 
 class ChatTemplate:
-    """The template of a model (or of a request), and its variant for conversations with tools."""
+    """The template of a model (or of a request), and its variant for conversations with tools.
+
+    `source` is the text of both.
+    """
 
     def __init__(self, source: str, tool_source: str | None = None) -> None:
+        self.source = source if tool_source is None else f"{source}\n{tool_source}"
         self._default = _compile(source)
         self._with_tools = self._default if tool_source is None else _compile(tool_source)
 

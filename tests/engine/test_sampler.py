@@ -199,7 +199,7 @@ def test_unusable_logits_are_an_error(value: float, temperature: float) -> None:
 
 def test_everything_masked_is_an_error() -> None:
     """If every token is an end id, min_tokens leaves nothing to choose."""
-    with pytest.raises(EngineError, match="not usable"):
+    with pytest.raises(EngineError, match="leaves no token"):
         choose(random_row(), greedy(min_tokens=1), end_ids=frozenset(range(VOCAB)))
 
 
