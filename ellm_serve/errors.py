@@ -8,9 +8,11 @@
     ├── RequestError            refused; `status`, `kind`, `code` and `param` go on the wire
     │   ├── InvalidRequest          400, the meaning of a field
     │   ├── ContextLengthExceeded   400
+    │   ├── SynchronousResponse     400
     │   ├── InvalidBody             400, the form of the body
     │   │   └── UnsupportedMediaType    400, as vLLM answers
     │   ├── ModelNotFound           404
+    │   ├── ResponseNotFound        404
     │   ├── BodyTooLarge            413
     │   ├── Overloaded              429, with `retry_after_s`
     │   ├── Unavailable             503, with `retry_after_s`: starting or draining
@@ -108,6 +110,15 @@ class ContextLengthExceeded(RequestError):
         self.limit = limit
 
 
+class SynchronousResponse(RequestError):
+    """The client wants to cancel an answer that somebody waits for."""
+
+    kind = "invalid_request_error"
+
+    def __init__(self) -> None:
+        super().__init__("Cannot cancel a synchronous response.", "response_id")
+
+
 class InvalidBody(RequestError):
     """The body is no JSON, or a field has the wrong type or is missing."""
 
@@ -134,6 +145,16 @@ class ModelNotFound(RequestError):
             f"The model `{shortened(model)}` does not exist. Valid aliases: {', '.join(served)}.",
             "model",
         )
+
+
+class ResponseNotFound(RequestError):
+    """An earlier answer that the request speaks of is not here, or no longer, or not its own."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id '{shortened(response_id)}' not found.", "response_id")
 
 
 class BodyTooLarge(RequestError):

@@ -50,6 +50,25 @@ class ServeConfig(EngineConfig):
     trust_request_chat_template: bool = Field(
         False, description="requests may bring a chat template of their own"
     )
+    tool_call_parser: Literal["auto", "qwen3_coder", "hermes", "none"] = Field(
+        "auto",
+        description="how the model writes tool calls: auto: as its chat template teaches; none: it"
+        " makes none, and requests for calls are refused",
+    )
+    enable_auto_tool_choice: bool = Field(
+        True, description='models may choose to call tools (tool_choice "auto")'
+    )
+    exclude_tools_when_tool_choice_none: bool = Field(
+        False, description='tools are left out of the prompt for tool_choice "none"'
+    )
+    reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
+        "auto",
+        description="whether thoughts are told apart from answers: auto: if the chat template"
+        " speaks of thinking",
+    )
+    reasoning_content_alias: bool = Field(
+        False, description="chat answers carry thoughts under their older name as well"
+    )
     generation_config: str = Field(
         "auto",
         min_length=1,
@@ -89,7 +108,7 @@ class ServeConfig(EngineConfig):
     access_log: Literal["text", "json", "off"] = Field(
         "text", description="one line per request, without prompts and keys"
     )
-    dev_mode: bool = Field(False, description="offer /server_info and /reset_prefix_cache")
+    dev_mode: bool = Field(False, description="offer /server_info")
     allowed_origins: Names = Field(
         (), description="origins browsers may call from (CORS); none: no cross-origin calls"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ellm_serve.errors import InvalidRequest
 from ellm_serve.protocol import checks
@@ -17,7 +17,6 @@ from ellm_serve.protocol.common import (
     UsageInfo,
     as_sent,
 )
-from ellm_serve.protocol.fields import unsupported
 
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -71,6 +70,7 @@ class NamedToolChoice(BaseModel):
     function: NamedFunction
 
 
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 Messages = Annotated[list[MessageParam], Field(fail_fast=True)]
 Tools = Annotated[list[ToolParam], Field(fail_fast=True)]
 
@@ -142,7 +142,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = 0
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
@@ -154,13 +154,18 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     def check_raw(cls, data: Mapping[str, Any]) -> None:
         checks.check_raw_chat(data)
 
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> Self:
-        if self.tools is not None and self.tool_choice != "none":
-            raise unsupported(
-                "tool_choice", 'tool calls are not produced; send "none" or omit `tools`'
-            )
-        return self
+    @property
+    def chosen_tools(self) -> ToolChoice:
+        """What tools may be called for; without a choice it is the model's."""
+        if self.tools is None:
+            return "none"
+        return self.tool_choice or "auto"
+
+    @property
+    def named_tool(self) -> str | None:
+        """The one function that is to be called, if the request names one."""
+        choice = self.chosen_tools
+        return choice.function.name if isinstance(choice, NamedToolChoice) else None
 
     def template_variables(self, server: Mapping[str, Any]) -> dict[str, Any]:
         """Variables for the chat template: the server's, then the request's own."""
@@ -201,8 +206,30 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob] | None = None
 
 
+class FunctionCall(BaseModel):
+    """What is called; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class ChatMessage(BaseModel):
-    """The answer."""
+    """The answer. Without calls there is no key for them.
+
+    `reasoning_content` is an older name of `reasoning`, for servers that are set up to give both.
+    """
 
     role: str
     content: str | None = None
@@ -210,7 +237,9 @@ class ChatMessage(BaseModel):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
+    tool_calls: list[ToolCall] | None = Field(None, exclude_if=_is_none)
+    reasoning: str | None = None
+    reasoning_content: str | None = Field(None, exclude_if=_is_none)
 
 
 class ChatChoice(BaseModel):
@@ -244,11 +273,30 @@ class ChatCompletionResponse(BaseModel):
     metrics: RequestMetrics | None = None
 
 
+class FunctionCallDelta(BaseModel):
+    """A function's name, or more of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """A call begins (with an id, a type and a name), or goes on."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int
+    function: FunctionCallDelta
+
+
 class ChatDelta(BaseModel):
     """What a frame adds to a message."""
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -16,8 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ellm_serve.errors import InvalidRequest
 from ellm_serve.protocol import checks
-from ellm_serve.protocol.fields import refuse_unsupported, unsupported
+from ellm_serve.protocol.fields import refuse_unsupported
 from ellm_serve.protocol.limits import MAX_BAD_WORDS, MAX_ID_CHARS, MAX_STOP_STRINGS
+from ellm_serve.protocol.structured import (
+    ResponseFormat,
+    StructuredOutputs,
+    check_raw_structured,
+    check_structured,
+    is_json_format,
+    requested_grammar,
+)
+from ellm_serve.request import Grammar
 
 Int64 = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -48,15 +57,6 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-
-
-class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for JSON."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
 
 
 class StructuralTagFormat(BaseModel):
@@ -125,8 +125,8 @@ class SamplingFields(BaseModel):
     user: str | None = None
     vllm_xargs: dict[str, Any] | None = None
     length_penalty: float = 1.0
+    structured_outputs: StructuredOutputs | None = None
     # Refused, see `fields.REFUSED`.
-    structured_outputs: Any = None
     logprob_token_ids: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -143,6 +143,7 @@ class SamplingFields(BaseModel):
         """vLLM's checks of the body as sent; a RequestError passes through pydantic unwrapped."""
         if isinstance(data, Mapping):
             checks.check_common(data)
+            check_raw_structured(data)
             cls.check_raw(data)
         return data
 
@@ -155,9 +156,21 @@ class SamplingFields(BaseModel):
         if self.use_beam_search and self.stream:
             raise InvalidRequest("Streaming is not currently supported with beam search")
         refuse_unsupported(self.__dict__)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported("response_format", "only the type 'text' is served")
+        check_structured(self.response_format, self.structured_outputs)
         return self
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer is to have a form: that of `grammar`."""
+        return self.structured_outputs is not None or is_json_format(self.response_format)
+
+    def grammar(self) -> Grammar:
+        """The form of the answer, if it is to have one. For a large schema this takes a while.
+
+        Raises:
+            InvalidRequest: there is no schema, or it is nested too deeply.
+        """
+        return requested_grammar(self.response_format, self.structured_outputs)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -209,6 +222,12 @@ class PromptTokensDetails(BaseModel):
     multimodal_tokens: None = None
 
 
+class CompletionTokensDetails(BaseModel):
+    """`reasoning_tokens` counts those of the model's thoughts."""
+
+    reasoning_tokens: int | None = None
+
+
 class UsageInfo(BaseModel):
     """Token counts of one request."""
 
@@ -216,7 +235,7 @@ class UsageInfo(BaseModel):
     total_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class RequestMetrics(BaseModel):

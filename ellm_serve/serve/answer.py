@@ -12,7 +12,9 @@ from ellm_serve.request import (
     TokenLogprobs,
     Usage,
 )
+from ellm_serve.serve.chat_output import ChatOutput
 from ellm_serve.text.answer import AnswerText
+from ellm_serve.text.tool_calls import OutputDelta
 
 # On the wire; the other reasons are failures.
 _FINISHED = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -22,12 +24,14 @@ _FINISHED = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 class Piece:
     """What was added to one answer since it was last read; the last one has a `finish_reason`.
 
+    Of a chat answer there are `deltas` in place of `text`.
     `token_ids` has the end id as well, and `logprobs`, if wanted, one entry for each of them.
     `time`: when the last token was sampled, on the engine's clock.
     """
 
     index: int
     text: str = ""
+    deltas: list[OutputDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     time: float = 0.0
@@ -37,6 +41,7 @@ class Piece:
     def add(self, later: Piece) -> None:
         """Takes in what came after."""
         self.text += later.text
+        self.deltas += later.deltas
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.time = later.time
@@ -100,8 +105,14 @@ class Answer:
     """State of one sequence; read and written in the event loop only."""
 
     def __init__(
-        self, index: int, request: GenerateRequest, text: AnswerText, rules: EndRules
+        self,
+        index: int,
+        request: GenerateRequest,
+        text: AnswerText,
+        rules: EndRules,
+        output: ChatOutput | None = None,
     ) -> None:
+        """`output` takes a chat answer apart."""
         self.index = index
         self.request = request
         self.usage = Usage(len(request.prompt_token_ids))
@@ -110,6 +121,17 @@ class Answer:
         self.times = Times()
         self._text = text
         self._rules = rules
+        self._output = output
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer calls tools, as far as it is shown."""
+        return self._output is not None and self._output.has_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of thoughts, if they are told apart."""
+        return 0 if self._output is None else self._output.num_reasoning_tokens
 
     def take(self, delta: TokenDelta, piece: Piece) -> None:
         """Adds a delta to the answer and to `piece`. Not for deltas that report a failure."""
@@ -125,13 +147,20 @@ class Answer:
                 text += self._text.push((delta.stop_token_id,))
         if delta.finish_reason is not None:
             text += self._text.finish()
-        piece.text += text
+        if self._output is None:
+            piece.text += text
+        else:
+            piece.deltas += self._output.push(text, delta.token_ids)
+            if delta.finish_reason is not None or self._text.matched is not None:
+                piece.deltas += self._output.finish()
         piece.time = delta.time
         self._finish(delta, piece)
 
     def _finish(self, delta: TokenDelta, piece: Piece) -> None:
-        if self._text.matched is not None:
-            piece.finish_reason, piece.stop_reason = "stop", self._text.matched
+        output = self._output
+        matched = self._text.matched if output is None else output.matched or self._text.matched
+        if matched is not None or (output is not None and output.is_complete):
+            piece.finish_reason, piece.stop_reason = "stop", matched
         elif delta.finish_reason is not None:
             piece.finish_reason = _FINISHED[delta.finish_reason]
             if delta.stop_token_id != self._rules.plain_end_id:

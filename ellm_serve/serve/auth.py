@@ -9,8 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
 
-# Where clients of Anthropic's interface may also say `x-api-key`.
-_KEY_HEADER_PREFIX = "/v1/messages"
+_MESSAGES = "/v1/messages"
 _PRINCIPAL_CHARS = 16
 
 
@@ -28,17 +27,25 @@ class KeyRing:
         """
         if not self._digests or path in self._open_paths:
             return ""
-        key = _bearer(headers.get("authorization", ""))
-        if key is None and path.startswith(_KEY_HEADER_PREFIX):
-            key = headers.get("x-api-key")
-        if key is None:
-            return None
+        found = [_bearer(headers.get("authorization", ""))]
+        if is_messages(path):
+            # Some clients send both, and only one of them may be ours.
+            found.append(headers.get("x-api-key"))
         # Headers were decoded byte by byte.
-        digest = _digest(key.encode("latin-1"))
+        digests = [_digest(key.encode("latin-1")) for key in found if key is not None]
+        known = [digest for digest in digests if self._knows(digest)]
+        return known[0].hex()[:_PRINCIPAL_CHARS] if known else None
+
+    def _knows(self, digest: bytes) -> bool:
         known = False
         for other in self._digests:
             known |= hmac.compare_digest(digest, other)
-        return digest.hex()[:_PRINCIPAL_CHARS] if known else None
+        return known
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's interface, which has its own key header and errors."""
+    return path == _MESSAGES or path.startswith(_MESSAGES + "/")
 
 
 def _bearer(authorization: str) -> str | None:

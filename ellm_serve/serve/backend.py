@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ellm_serve.config import ServeConfig
 from ellm_serve.engine.admission import share
 from ellm_serve.engine.engine import Engine
 from ellm_serve.errors import InvalidRequest, ModelNotFound
+from ellm_serve.grammar.constraint import CompiledGrammar
 from ellm_serve.metrics import Metrics
 from ellm_serve.protocol.common import SamplingFields
 from ellm_serve.protocol.limits import RequestLimits, truncated_length
 from ellm_serve.protocol.sampling import SamplingDefaults, to_sampling_params
 from ellm_serve.request import GenerateRequest, SamplingParams
 from ellm_serve.serve.answer import Answer, EndRules
+from ellm_serve.serve.chat_output import ChatOutput
 from ellm_serve.serve.context import RequestContext
 from ellm_serve.serve.generation import Generation
+from ellm_serve.serve.grammars import Grammars
 from ellm_serve.serve.inbox import Inbox
 from ellm_serve.serve.naming import engine_id, fingerprint, is_loggable, session_key
+from ellm_serve.serve.parsers import Parsers
 from ellm_serve.serve.prompts import Prompt, PromptReader, Truncation, bad_word_ids
 from ellm_serve.text.answer import AnswerText
 from ellm_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How the tokens of an answer become text, and that text what is shown.
+
+    output: takes one answer of a chat apart; there is one for each.
+    """
+
+    stop: Sequence[str] = ()
+    skip_special: bool = True
+    output: Callable[[], ChatOutput] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A grammar that answers follow, from behind the token `after` on."""
+
+    grammar: CompiledGrammar
+    after: int | None = None
 
 
 class Backend:
@@ -37,12 +61,16 @@ class Backend:
         limits: RequestLimits,
         config: ServeConfig,
         metrics: Metrics,
+        parsers: Parsers,
+        grammars: Grammars,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.config = config
         self.limits = limits
+        self.parsers = parsers
+        self.grammars = grammars
         self.fingerprint = fingerprint(config)
         self._defaults = defaults
         self._metrics = metrics
@@ -70,8 +98,12 @@ class Backend:
         request: SamplingFields,
         prompts: Sequence[Prompt],
         context: RequestContext,
+        rules: TextRules | None = None,
+        demand: Demand | None = None,
     ) -> Generation:
         """Checks and submits all that a request asks for: `n` sequences for each prompt.
+
+        `rules` are the request's own if none are given.
 
         Raises:
             RequestError: nothing was started.
@@ -83,6 +115,7 @@ class Backend:
         if session is not None and is_loggable(session):
             context.session_id = session
         context.log["stream"] = bool(request.stream)
+        rules = rules or text_rules(request)
         answers: list[Answer] = []
         for prompt, sampling in zip(prompts, samplings, strict=True):
             for i in range(n):
@@ -95,9 +128,18 @@ class Backend:
                     context.principal,
                     request.priority or context.priority or 0,
                     request.cache_salt or "",
+                    None if demand is None else demand.after,
                 )
-                answers.append(Answer(index, generate, self._text(request), self._rules(request)))
-        generation = Generation(self.engine, self._metrics, self._loop_inbox(), context, answers, n)
+                answers.append(self._answer(index, generate, request, rules))
+        generation = Generation(
+            self.engine,
+            self._metrics,
+            self._loop_inbox(),
+            context,
+            answers,
+            n,
+            None if demand is None else demand.grammar,
+        )
         generation.start()
         return generation
 
@@ -117,24 +159,26 @@ class Backend:
                 "prompt" if n == 1 else "n",
             )
 
-    def _text(self, request: SamplingFields) -> AnswerText:
-        return AnswerText(
-            self.tokenizer,
-            request.stop_strings,
-            request.include_stop_str_in_output,
-            request.skip_special_tokens is not False,
-            request.min_tokens,
+    def _answer(
+        self, index: int, generate: GenerateRequest, request: SamplingFields, rules: TextRules
+    ) -> Answer:
+        include_stop = request.include_stop_str_in_output
+        text = AnswerText(
+            self.tokenizer, rules.stop, include_stop, rules.skip_special, request.min_tokens
         )
-
-    def _rules(self, request: SamplingFields) -> EndRules:
-        plain = None if request.ignore_eos else self._plain_end_id
-        return EndRules(plain, request.include_stop_str_in_output)
+        ends = EndRules(None if request.ignore_eos else self._plain_end_id, include_stop)
+        return Answer(index, generate, text, ends, rules.output and rules.output())
 
     def _loop_inbox(self) -> Inbox:
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
             self._inbox = Inbox(loop)
         return self._inbox
+
+
+def text_rules(request: SamplingFields) -> TextRules:
+    """Those of a request whose answers are not taken apart."""
+    return TextRules(request.stop_strings, request.skip_special_tokens is not False)
 
 
 def _with_seed(sampling: SamplingParams, i: int) -> SamplingParams:

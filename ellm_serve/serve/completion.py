@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ellm_serve.errors import EllmError
 from ellm_serve.protocol.completion import (
     CompletionChoice,
     CompletionLogprobs,
@@ -12,13 +13,13 @@ from ellm_serve.protocol.completion import (
     CompletionResponse,
 )
 from ellm_serve.serve.answer import Answer, Piece
-from ellm_serve.serve.backend import Backend
+from ellm_serve.serve.backend import Backend, Demand
 from ellm_serve.serve.context import RequestContext
 from ellm_serve.serve.generation import Generation
 from ellm_serve.serve.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs
 from ellm_serve.serve.naming import response_id
 from ellm_serve.serve.prompts import Prompt
-from ellm_serve.serve.sse import EventStream, time_comment, to_json
+from ellm_serve.serve.sse import DONE, EventStream, failure_chunk, time_comment, to_json
 from ellm_serve.serve.usage import UsageReport, UsageTails
 
 
@@ -34,7 +35,10 @@ async def complete(
     backend.check_model(request.model)
     answer_id = response_id("cmpl", context.request_id, request.request_id)
     prompts = await backend.prompts.prompts(request.prompts, backend.truncation(request))
-    generation = backend.start(answer_id, request, prompts, context)
+    demand = None
+    if request.has_form:
+        demand = Demand(await backend.grammars.compile(request.grammar))
+    generation = backend.start(answer_id, request, prompts, context, demand=demand)
     completion = _Completion(backend, request, answer_id, prompts, generation)
     if request.stream:
         return EventStream(generation, _ChunkWriter(completion, context.token_times))
@@ -84,7 +88,7 @@ class _Completion:
         self.id = answer_id
         self.created = int(time.time())
         self.generation = generation
-        self.usage = UsageReport(generation, backend.config, counts_writes=False)
+        self.usage = UsageReport(generation, backend.config)
         self.wants_ids = bool(request.return_token_ids)
         self._names = TokenNames(backend.tokenizer, bool(request.return_tokens_as_token_ids))
         echoes = [backend.prompts.text(prompt) if request.echo else None for prompt in prompts]
@@ -168,6 +172,10 @@ class _ChunkWriter:
         )
 
     def end(self) -> str:
-        """The chunk with the whole request's usage, if it is wanted."""
+        """The chunk with the whole request's usage, if it is wanted, and [DONE]."""
         tail = self._tails.final()
-        return f"{self._head}]{tail}}}\n\n" if tail else ""
+        return f"{self._head}]{tail}}}\n\n{DONE}" if tail else DONE
+
+    def failure(self, error: EllmError) -> str:
+        """What is sent if there is no whole answer."""
+        return failure_chunk(error)

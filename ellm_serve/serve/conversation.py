@@ -46,7 +46,7 @@ class Conversation:
             raise InvalidRequest("chat_template must be a string.", "chat_template")
         return cls(
             messages=[_without_noise(message) for message in request.message_dicts()],
-            tools=request.tool_dicts(),
+            tools=_tools(request, config),
             variables=variables,
             add_generation_prompt=request.opens_answer(),
             continue_final_message=request.continue_final_message,
@@ -57,6 +57,15 @@ class Conversation:
     def text(self) -> str:
         """What the messages say, to tell how long they are."""
         return "".join(map(text_of, self.messages))
+
+
+def _tools(
+    request: ChatCompletionRequest | TokenizeChatRequest, config: ServeConfig
+) -> Sequence[Message] | None:
+    choice = request.tool_choice if isinstance(request, ChatCompletionRequest) else None
+    if choice == "none" and config.exclude_tools_when_tool_choice_none:
+        return None
+    return request.tool_dicts()
 
 
 def _without_noise(message: Message) -> Message:

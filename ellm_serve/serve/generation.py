@@ -23,6 +23,7 @@ from ellm_serve.errors import (
     RequestError,
     Unavailable,
 )
+from ellm_serve.grammar.constraint import CompiledGrammar
 from ellm_serve.metrics import Metrics, Rejection
 from ellm_serve.request import FinishReason, TokenDelta
 from ellm_serve.serve.answer import Answer, Piece
@@ -42,7 +43,8 @@ _REJECTIONS: dict[QueueBound, Rejection] = {
 class Generation:
     """Iterates over lists of pieces: all that came since the last look, one piece per answer.
 
-    `answers` are `n` to each prompt, prompt by prompt.
+    `answers` are `n` to each prompt, prompt by prompt. All of them follow the grammar, if there is
+    one.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Generation:
         context: RequestContext,
         answers: Sequence[Answer],
         n: int,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.answers = answers
         self.n = n
+        self._grammar = grammar
         self._engine = engine
         self._metrics = metrics
         self._inbox = inbox
@@ -96,7 +100,9 @@ class Generation:
     def _submit(self, answer: Answer) -> None:
         receive = partial(self._receive, answer)
         try:
-            self._engine.submit(answer.request, partial(self._inbox.put, receive))
+            self._engine.submit(
+                answer.request, partial(self._inbox.put, receive), grammar=self._grammar
+            )
         except Overloaded as error:
             self._metrics.rejected(_REJECTIONS[error.bound])
             raise

@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ellm_serve.config import ServeConfig
 from ellm_serve.errors import EngineError, RequestError
 from ellm_serve.protocol.errors import error_body, error_headers, error_status
+from ellm_serve.protocol.messages import UNAUTHORIZED, messages_error_body
 from ellm_serve.serve.access_log import CLIENT_GONE, AccessLog, printable_path
-from ellm_serve.serve.auth import KeyRing
+from ellm_serve.serve.auth import KeyRing, is_messages
 from ellm_serve.serve.context import AppState, RequestContext
 from ellm_serve.serve.faults import log_fault
 from ellm_serve.serve.keep_alive import ClientGone
@@ -106,9 +107,11 @@ class Shell:
         headers = _headers(scope)
         scope[CONTEXT] = context
         try:
-            principal = self._keys.principal(_path(scope), headers)
+            path = _path(scope)
+            principal = self._keys.principal(path, headers)
             if principal is None:
-                refusal = JSONResponse({"error": "Unauthorized"}, 401)
+                body = UNAUTHORIZED if is_messages(path) else {"error": "Unauthorized"}
+                refusal = JSONResponse(body, 401)
                 await refusal(scope, exchange.receive, exchange.send)
                 return
             context.principal = principal
@@ -132,7 +135,7 @@ class Shell:
             log_fault(logger, f"{context.answer_id} failed", error)
         # A status that is out cannot be changed; the server then closes the connection.
         if not exchange.started:
-            await error_response(error)(scope, exchange.receive, exchange.send)
+            await error_response(error, _path(scope))(scope, exchange.receive, exchange.send)
 
     def _note(self, scope: Scope, exchange: _Exchange, context: RequestContext) -> None:
         """Access log and metrics of a request that is over."""
@@ -178,9 +181,10 @@ class _Exchange:
         await self._send(message)
 
 
-def error_response(error: Exception) -> Response:
-    """What a client is told about an error."""
-    return JSONResponse(error_body(error), error_status(error), error_headers(error))
+def error_response(error: Exception, path: str) -> Response:
+    """What a client is told about an error, in the words of the interface it uses."""
+    body = messages_error_body(error) if is_messages(path) else error_body(error)
+    return JSONResponse(body, error_status(error), error_headers(error))
 
 
 def _headers(scope: Scope) -> Mapping[str, str]:

@@ -18,6 +18,11 @@ def response_id(prefix: str, header: str | None, body: str | None) -> str:
     return f"{prefix}-{header or body or secrets.token_hex(8)}"
 
 
+def tool_call_id() -> str:
+    """A new id for a call of a tool."""
+    return f"chatcmpl-tool-{secrets.token_hex(8)}"
+
+
 def engine_id(answer: str, index: int) -> str:
     """The engine's id of one sequence. Clients may use an id twice at once, the engine must not."""
     return f"{answer}-{index}-{next(_serial)}"

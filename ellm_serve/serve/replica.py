@@ -69,7 +69,9 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve takes the application from here, after the constructor."""
-        return create_app(self._state, self._config)
+        # Serve's proxy writes X-Request-Id itself, and clients join two of them to a wrong one.
+        config = self._config.model_copy(update={"enable_request_id_headers": False})
+        return create_app(self._state, config)
 
     # --- loading and watching, in a thread ------------------------------------------------------
 
@@ -103,6 +105,7 @@ class Replica:
         # The configuration as it was given knows `auto`; the service needs the numbers.
         service = Service.create(engine, start.model_dir, start.config, self._state.metrics)
         self._enter("warming up")
+        service.start()
         warm_up(engine)
         self._summary = start.summary
         self._state.service = service
@@ -161,6 +164,8 @@ class Replica:
         self._closing.set()
         if self._engine is not None:
             self._engine.close()
+        if self._state.service is not None:
+            self._state.service.close()
 
 
 def warm_up(engine: Engine) -> None:

@@ -21,6 +21,13 @@ from ellm_serve.protocol.chat import ChatCompletionResponse
 from ellm_serve.protocol.common import ModelList
 from ellm_serve.protocol.completion import CompletionResponse
 from ellm_serve.protocol.errors import error_body
+from ellm_serve.protocol.messages import (
+    COUNT_TOKENS,
+    MESSAGES,
+    CountTokensResponse,
+    MessagesResponse,
+)
+from ellm_serve.protocol.responses import RESPONSES, ResponseObject
 from ellm_serve.protocol.tokenize import DetokenizeResponse, TokenizeResponse
 from ellm_serve.protocol.validation import (
     CHAT,
@@ -30,12 +37,16 @@ from ellm_serve.protocol.validation import (
     check_content_type,
     parse_request,
 )
+from ellm_serve.serve import messages, responses
 from ellm_serve.serve.context import AppState, RequestContext
 from ellm_serve.serve.faults import log_fault
 from ellm_serve.serve.health import failure, gauges, service_of, unreadiness
 from ellm_serve.serve.keep_alive import EventResponse, Frames, until_disconnect
 from ellm_serve.serve.limits import parse_body, read_body
+from ellm_serve.serve.response_store import ResponseStore
+from ellm_serve.serve.responses import Responses
 from ellm_serve.serve.service import Service
+from ellm_serve.serve.sse import to_json
 from ellm_serve.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -46,6 +57,11 @@ PROBES = ("/health", "/ready", "/ping")
 METRICS = "/metrics"
 
 Parsed = TypeVar("Parsed")
+
+
+def openai_error(error: Exception) -> str:
+    """The last event of a stream that was cut short, as OpenAI's clients know it."""
+    return f"data: {to_json(error_body(error))}\n\n"
 
 
 class Answer(Protocol):
@@ -60,12 +76,16 @@ class Routes:
     def __init__(self, state: AppState, config: ServeConfig) -> None:
         self._state = state
         self._config = config
+        self._responses = Responses(ResponseStore())
 
     def add_to(self, app: FastAPI) -> None:
         """Adds every path. A HEAD request gets what GET would, without the body."""
         posts: dict[str, tuple[Callable[..., Any], type]] = {
             "/v1/completions": (self.completions, CompletionResponse),
             "/v1/chat/completions": (self.chat_completions, ChatCompletionResponse),
+            "/v1/responses": (self.responses, ResponseObject),
+            "/v1/messages": (self.messages, MessagesResponse),
+            "/v1/messages/count_tokens": (self.count_tokens, CountTokensResponse),
             "/tokenize": (self.tokenize, TokenizeResponse),
             "/detokenize": (self.detokenize, DetokenizeResponse),
         }
@@ -74,6 +94,11 @@ class Routes:
         app.get("/v1/models", response_model=None, responses={200: {"model": ModelList}})(
             self.models
         )
+        earlier = "/v1/responses/{response_id}"
+        app.get(earlier, response_model=None, responses={200: {"model": ResponseObject}})(
+            self.earlier_response
+        )
+        app.post(f"{earlier}/cancel", response_model=None)(self.cancel_response)
         gets = {
             "/health": self.health,
             "/ready": self.ready,
@@ -99,6 +124,30 @@ class Routes:
         """Answers a conversation."""
         return await self._answer(request, partial(parse_request, CHAT), Service.chat)
 
+    async def responses(self, request: Request) -> Response:
+        """Answers items, or goes on from an earlier answer."""
+        parse = partial(parse_request, RESPONSES)
+        return await self._answer(request, parse, self._responses.create, responses.error_event)
+
+    async def earlier_response(self, request: Request, response_id: str) -> Response:
+        """An answer that was given and kept."""
+        body = self._responses.earlier(response_id, request.scope[CONTEXT])
+        return Response(body, media_type="application/json")
+
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
+        """For answers that are made while nobody waits; there are none here."""
+        self._responses.cancel(response_id, request.scope[CONTEXT])
+
+    async def messages(self, request: Request) -> Response:
+        """Answers a conversation in Anthropic's form."""
+        parse = partial(parse_request, MESSAGES)
+        return await self._answer(request, parse, messages.create_message, messages.error_event)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How long the prompt of such a conversation is."""
+        parse = partial(parse_request, COUNT_TOKENS)
+        return await self._answer(request, parse, messages.count_tokens)
+
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         return await self._answer(request, partial(parse_request, TOKENIZE), Service.tokenize)
@@ -112,8 +161,12 @@ class Routes:
         request: Request,
         parse: Callable[[bytes], Parsed],
         handle: Callable[[Service, Parsed, RequestContext], Coroutine[Any, Any, Answer | Frames]],
+        failure: Callable[[Exception], str] = openai_error,
     ) -> Response:
-        """One request from body to answer. Whatever it started ends when the client leaves."""
+        """One request from body to answer. Whatever it started ends when the client leaves.
+
+        failure: the last event of a stream that a mistake of ours has cut short.
+        """
         service = service_of(self._state)
         context: RequestContext = request.scope[CONTEXT]
         check_content_type(request.headers.get("content-type"))
@@ -125,7 +178,10 @@ class Routes:
         if isinstance(result, Frames):
             context.log["stream"] = True
             return EventResponse(
-                result, self._config.sse_keep_alive_interval, context.describe_progress, _failed
+                result,
+                self._config.sse_keep_alive_interval,
+                context.describe_progress,
+                partial(_failed, failure),
             )
         return Response(result.model_dump_json(), media_type="application/json")
 
@@ -167,7 +223,7 @@ class Routes:
         return JSONResponse({"config": settings, "version": __version__})
 
 
-def _failed(error: Exception) -> bytes:
-    """The last event of a stream that was cut short by a mistake of ours."""
+def _failed(failure: Callable[[Exception], str], error: Exception) -> bytes:
+    """The last event of a stream, and a note in the log."""
     log_fault(logger, "a stream was cut short", error)
-    return b"data: " + JSONResponse(error_body(error)).body + b"\n\n"
+    return failure(error).encode()

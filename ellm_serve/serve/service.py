@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ellm_serve.closing import Closing
 from ellm_serve.config import ServeConfig
 from ellm_serve.engine.engine import Engine
 from ellm_serve.errors import ConfigError, InvalidRequest
@@ -22,8 +23,12 @@ from ellm_serve.protocol.tokenize import (
 )
 from ellm_serve.serve.backend import Backend
 from ellm_serve.serve.chat import chat
+from ellm_serve.serve.chat_events import ChatRun
+from ellm_serve.serve.chat_start import start_chat
 from ellm_serve.serve.completion import complete
 from ellm_serve.serve.context import RequestContext
+from ellm_serve.serve.grammars import Grammars
+from ellm_serve.serve.parsers import Parsers
 from ellm_serve.serve.prompts import PromptReader
 from ellm_serve.serve.sse import EventStream
 from ellm_serve.serve.tokenization import detokenize, tokenize
@@ -32,7 +37,7 @@ from ellm_serve.text.chat_template import ChatTemplate, RenderLimits
 from ellm_serve.text.tokenizer import Tokenizer
 
 
-class Service:
+class Service(Closing):
     """One model, ready to answer. All coroutines run in one event loop at a time.
 
     A refusal is raised before a coroutine returns, also when a stream is wanted: every sequence
@@ -63,7 +68,22 @@ class Service:
         encoder = _encoder(tokenizer, model_dir, config, limits)
         prompts = PromptReader(tokenizer, encoder, limits)
         defaults = sampling_defaults(model_dir, config)
-        return cls(Backend(engine, tokenizer, prompts, defaults, limits, config, metrics))
+        source = "" if encoder is None else encoder.template.source
+        parsers = Parsers.of(config, source, tokenizer)
+        grammars = Grammars(tokenizer, limits.vocab_size)
+        return cls(
+            Backend(
+                engine, tokenizer, prompts, defaults, limits, config, metrics, parsers, grammars
+            )
+        )
+
+    def start(self) -> None:
+        """Does ahead of the first request what can be done then: about a second of work."""
+        self._backend.grammars.start()
+
+    def close(self) -> None:
+        """Gives up what belongs to the service; the engine is its owner's."""
+        self._backend.grammars.close()
 
     async def complete(
         self, request: CompletionRequest, context: RequestContext
@@ -76,6 +96,10 @@ class Service:
     ) -> ChatCompletionResponse | EventStream:
         """/v1/chat/completions."""
         return await chat(self._backend, request, context)
+
+    async def start_chat(self, request: ChatCompletionRequest, context: RequestContext) -> ChatRun:
+        """A chat answer as events, for endpoints that show it in a form of their own."""
+        return await start_chat(self._backend, request, context)
 
     async def tokenize(self, request: TokenizeRequest, context: RequestContext) -> TokenizeResponse:
         """/tokenize."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from ellm_serve.errors import EllmError
 from ellm_serve.protocol.errors import error_body
-from ellm_serve.serve.answer import Piece
-from ellm_serve.serve.generation import Generation
+
+_Piece = TypeVar("_Piece")
+_Piece_co = TypeVar("_Piece_co", covariant=True)
+_Piece_contra = TypeVar("_Piece_contra", contravariant=True)
 
 DONE = "data: [DONE]\n\n"
 
@@ -27,14 +29,35 @@ def time_comment(seconds: float) -> str:
     return f": t={seconds:.6f}\n\n"
 
 
-class ChunkWriter(Protocol):
+class Source(Protocol[_Piece_co]):
+    """Where the pieces of an answer come from: a `Generation` or a `ChatRun`."""
+
+    async def __anext__(self) -> Sequence[_Piece_co]:
+        """What has come since the last time."""
+
+    def close(self) -> None:
+        """Ends the generation; in the loop only."""
+
+    def drop(self) -> None:
+        """The same, from any thread."""
+
+
+class ChunkWriter(Protocol[_Piece_contra]):
     """Writes the events of one kind of answer."""
 
-    def events(self, pieces: Sequence[Piece]) -> str:
+    def events(self, pieces: Sequence[_Piece_contra], /) -> str:
         """The events for what has come; may be empty."""
 
     def end(self) -> str:
-        """The events behind the last piece, without [DONE]."""
+        """The events behind the last piece, up to the last of the stream."""
+
+    def failure(self, error: EllmError, /) -> str:
+        """The event that ends the stream instead: the answer is not whole."""
+
+
+def failure_chunk(error: EllmError) -> str:
+    """The failure as OpenAI's clients know it."""
+    return f"data: {to_json(error_body(error))}\n\n"
 
 
 class EventStream:
@@ -45,9 +68,9 @@ class EventStream:
     that nobody takes the part for the whole.
     """
 
-    def __init__(self, generation: Generation, writer: ChunkWriter) -> None:
-        self._generation = generation
-        self._writer = writer
+    def __init__(self, source: Source[_Piece], writer: ChunkWriter[_Piece]) -> None:
+        self._source: Source[Any] = source
+        self._writer: ChunkWriter[Any] = writer
         self._ended = False
 
     def __aiter__(self) -> Self:
@@ -59,7 +82,7 @@ class EventStream:
                 events = await self._next()
             except EllmError as error:
                 self._ended = True
-                return f"data: {to_json(error_body(error))}\n\n".encode()
+                return self._writer.failure(error).encode()
             except BaseException:
                 await self.aclose()
                 raise
@@ -68,16 +91,17 @@ class EventStream:
         raise StopAsyncIteration
 
     async def _next(self) -> str:
-        pieces = await anext(self._generation, None)
-        if pieces is not None:
-            return self._writer.events(pieces)
-        self._ended = True
-        return self._writer.end() + DONE
+        try:
+            pieces = await self._source.__anext__()
+        except StopAsyncIteration:
+            self._ended = True
+            return self._writer.end()
+        return self._writer.events(pieces)
 
     async def aclose(self) -> None:
         """Ends the generation; no more events come."""
         self._ended = True
-        self._generation.close()
+        self._source.close()
 
     def __del__(self) -> None:
-        self._generation.drop()
+        self._source.drop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ellm_serve.config import ServeConfig
 from ellm_serve.protocol.common import (
+    CompletionTokensDetails,
     PromptTokensDetails,
     RequestMetrics,
     StreamOptions,
@@ -15,12 +16,24 @@ from ellm_serve.serve.sse import to_json
 
 
 class UsageReport:
-    """What a request has used. `counts_writes`: also how many prompt tokens were newly kept."""
+    """What a request has used.
 
-    def __init__(self, generation: Generation, config: ServeConfig, counts_writes: bool) -> None:
+    counts_writes: also how many prompt tokens were newly kept.
+    counts_reasoning: also how many tokens of the answers are thoughts.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        config: ServeConfig,
+        *,
+        counts_writes: bool = False,
+        counts_reasoning: bool = False,
+    ) -> None:
         self._generation = generation
         self._config = config
         self._counts_writes = counts_writes
+        self._counts_reasoning = counts_reasoning
 
     def info(self) -> UsageInfo:
         """Of the whole request: every prompt counts once, however many answers it has."""
@@ -34,6 +47,15 @@ class UsageReport:
             total_tokens=num_prompt + num_output,
             completion_tokens=num_output,
             prompt_tokens_details=self._details(num_prompt, num_cached),
+            completion_tokens_details=self._output_details(),
+        )
+
+    def _output_details(self) -> CompletionTokensDetails | None:
+        if not self._counts_reasoning:
+            return None
+        answers = self._generation.answers
+        return CompletionTokensDetails(
+            reasoning_tokens=sum(answer.num_reasoning_tokens for answer in answers)
         )
 
     def _details(self, num_prompt: int, num_cached: int) -> PromptTokensDetails | None:

@@ -152,17 +152,30 @@ def test_tools_for_the_template() -> None:
     assert chat().tool_dicts() is None
 
 
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
 @pytest.mark.parametrize(
-    "choice",
-    ["absent", None, "auto", "required", {"type": "function", "function": {"name": "add"}}],
+    ("fields", "chosen"),
+    [
+        ({}, "auto"),
+        ({"tool_choice": None}, "auto"),
+        ({"tool_choice": "auto"}, "auto"),
+        ({"tool_choice": "none"}, "none"),
+        ({"tool_choice": "required"}, "required"),
+    ],
 )
-def test_tool_calls_are_refused(choice: object) -> None:
+def test_choices_of_tools(fields: dict[str, str | None], chosen: str) -> None:
     """Tools without a choice mean auto."""
-    fields = {} if choice == "absent" else {"tool_choice": choice}
-    with pytest.raises(InvalidRequest) as caught:
-        chat(tools=[TOOL], **fields)
-    assert caught.value.param == "tool_choice"
-    assert "not supported" in caught.value.message
+    request = chat(tools=[TOOL], **fields)
+    assert request.chosen_tools == chosen
+    assert request.named_tool is None
+
+
+def test_a_named_tool() -> None:
+    """Is told apart from the other choices."""
+    assert chat(tools=[TOOL], tool_choice=NAMED).named_tool == "add"
+    assert chat().chosen_tools == "none"
 
 
 def test_no_tools_and_no_choice() -> None:

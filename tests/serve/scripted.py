@@ -146,13 +146,15 @@ def harness(
     )
     executor = ScriptedExecutor(bounds, script.next, before=script.before)
     metrics = Metrics(config.names[0], SEQUENCE_LENGTH, process=False)
-    with Engine(
-        executor,
-        eos_token_ids=[IM_END, END_OF_TEXT],
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
-    ) as engine:
-        service = Service.create(engine, model_dir, config, metrics)
+    with (
+        Engine(
+            executor,
+            eos_token_ids=[IM_END, END_OF_TEXT],
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        ) as engine,
+        Service.create(engine, model_dir, config, metrics) as service,
+    ):
         yield Harness(service, engine, executor, script, metrics, config)
         script.gate.set()
 

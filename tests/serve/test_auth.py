@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ from starlette.routing import BaseRoute
 
 from ellm_serve.config import ServeConfig
 from ellm_serve.metrics import Metrics
+from ellm_serve.protocol.messages import UNAUTHORIZED
 from ellm_serve.serve.auth import KeyRing
 from ellm_serve.serve.context import AppState
 from ellm_serve.serve.http import create_app
@@ -34,6 +36,13 @@ def paths(routes: list[BaseRoute]) -> list[tuple[str, str]]:
     return found
 
 
+def refusal(path: str) -> bytes:
+    """What a request without a key is told: clients of Anthropic's interface in its own words."""
+    if path.startswith("/v1/messages"):
+        return json.dumps(UNAUTHORIZED, separators=(",", ":")).encode()
+    return b'{"error":"Unauthorized"}'
+
+
 @pytest.mark.parametrize("metrics_open", [True, False])
 def test_every_route_needs_a_key(serve_app: ServeApp, metrics_open: bool) -> None:
     """All there are, documents included; the few open ones are named here."""
@@ -52,8 +61,7 @@ def test_every_route_needs_a_key(serve_app: ServeApp, metrics_open: bool) -> Non
                 assert reply.status != 401, (method, path)
             else:
                 assert reply.status == 401, (method, path)
-                expected = b"" if method == "HEAD" else b'{"error":"Unauthorized"}'
-                assert reply.body == expected
+                assert reply.body == (b"" if method == "HEAD" else refusal(path))
         for key in (KEY, OTHER):
             assert client.request(method, path, headers=bearer(key)).status != 401
 
@@ -97,7 +105,11 @@ def test_forms_of_the_header() -> None:
     assert ring.principal("/v1/models", {"authorization": KEY}) is None
     assert ring.principal("/v1/models", {"x-api-key": KEY}) is None
     assert ring.principal("/v1/messages", {"x-api-key": KEY})
+    assert ring.principal("/v1/messages/count_tokens", {"x-api-key": KEY})
     assert ring.principal("/v1/messages", {"x-api-key": "sk-wrong"}) is None
+    assert ring.principal("/v1/messages2", {"x-api-key": KEY}) is None
+    both = {"authorization": "Bearer sk-wrong", "x-api-key": KEY}
+    assert ring.principal("/v1/messages", both) and ring.principal("/v1/models", both) is None
     assert ring.principal("/health", {}) == ""
 
 

@@ -140,9 +140,9 @@ def test_seeds_of_several_answers(served: Harness) -> None:
     seen = []
     submit = served.engine.submit
 
-    def spy(request: Any, on_delta: Any) -> None:
+    def spy(request: Any, on_delta: Any, grammar: Any) -> None:
         seen.append((request.sampling.seed, request.priority, request.session_key))
-        submit(request, on_delta)
+        submit(request, on_delta, grammar=grammar)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served.engine, "submit", spy)

@@ -35,8 +35,7 @@ def loading(serve_app: ServeApp, **settings: Any) -> tuple[Client, AppState]:
     [
         ("GET", "/nosuch", 404, {"detail": "Not Found"}),
         ("GET", "/v1/models/builtin", 404, {"detail": "Not Found"}),
-        ("POST", "/v1/responses", 404, {"detail": "Not Found"}),
-        ("POST", "/v1/messages?beta=true", 404, {"detail": "Not Found"}),
+        ("GET", "/v1/messages?beta=true", 405, {"detail": "Method Not Allowed"}),
         ("POST", "/reset_prefix_cache", 404, {"detail": "Not Found"}),
         ("GET", "/server_info", 404, {"detail": "Not Found"}),
         ("GET", COMPLETIONS, 405, {"detail": "Method Not Allowed"}),

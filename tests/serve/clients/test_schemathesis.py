@@ -42,10 +42,26 @@ WITHOUT_SCHEMA = ("/health", "/ping", "/metrics")
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def f(", "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
+    "/v1/messages": {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 4,
+    },
+    "/v1/messages/count_tokens": {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": "Hi"}],
+    },
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [718]},
 }
-STREAMS = ("/v1/completions", "/v1/chat/completions")
+# Streams, and what is in the last event of each.
+STREAMS = {
+    "/v1/completions": "data: [DONE]",
+    "/v1/chat/completions": "data: [DONE]",
+    "/v1/responses": "event: response.",
+    "/v1/messages": "event: message_stop",
+}
 
 
 def document() -> Any:
@@ -104,19 +120,19 @@ def test_every_field_alone(
             continue
         # About every other one is streamed: refusals are to come before the stream.
         streamed = {"stream": True} if case.path in STREAMS and len(key) % 2 else {}
-        send(service[0] + case.path, {**PLAIN[case.path], **streamed, name: value})
+        send(service[0], case.path, {**PLAIN[case.path], **streamed, name: value})
         tried.add(key)
 
 
-def send(url: str, body: dict[str, Any]) -> None:
+def send(url: str, path: str, body: dict[str, Any]) -> None:
     """Reads the answer to its end: it is one, or a refusal that says why."""
-    with requests.post(url, json=body, timeout=TIMEOUT_S) as response:
+    with requests.post(url + path, json=body, timeout=TIMEOUT_S) as response:
         assert response.status_code < 500, f"{response.status_code} {response.text} for {body}"
         assert "InternalServerError" not in response.text, f"{response.text} for {body}"
         if response.status_code >= 400:
             assert response.json()["error"]["message"]
         elif response.headers["content-type"].startswith("text/event-stream"):
-            assert response.text.endswith("data: [DONE]\n\n")
+            assert response.text.split("\n\n")[-2].startswith(STREAMS[path])
 
 
 def test_it_lives(service: tuple[str, LLM]) -> None:

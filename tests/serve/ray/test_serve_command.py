@@ -64,6 +64,17 @@ def test_ready_when_warm_and_not_before(service: Service) -> None:
     assert second.startswith(f"try: curl {service.client.url}/v1/chat/completions ")
 
 
+def test_a_request_has_one_id(service: Service) -> None:
+    """Serve's proxy writes the header; a second one from us would reach clients as "id, id"."""
+    port = int(service.client.url.rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/v1/models", headers={"X-Request-Id": "mine"})
+        response = connection.getresponse()
+        response.read()
+    assert response.headers.get_all("x-request-id") == ["mine"]
+
+
 def test_same_text_as_in_process(service: Service, expected: str) -> None:
     """Neither HTTP nor Ray changes a token."""
     answer = service.client.post("/v1/completions", body(200)).json
