@@ -41,6 +41,7 @@ bench: install
 	$(BIN)/python -m benchmarks.machine --quick
 	$(BIN)/python -m benchmarks.kernels --quick
 	$(BIN)/python -m benchmarks.engine --quick --model builtin
+	$(BIN)/python -m benchmarks.serving --quick
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
