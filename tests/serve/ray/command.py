@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,6 +30,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Processes that are started now take SIGINT, even if a shell has put us in the background and
+    thereby told us, and all who come after us, to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Service:
     """`python -m ellm_serve serve …`, or another command that serves on `port`."""
 
@@ -44,13 +56,14 @@ class Service:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         variables = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        self.process = psutil.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._errors,
-            env=variables | {"PYTHONPATH": paths} | dict(environment or {}),
-        )
+        with _interruptible():
+            self.process = psutil.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._errors,
+                env=variables | {"PYTHONPATH": paths} | dict(environment or {}),
+            )
 
     @classmethod
     def serve(cls, *flags: str, **environment: str) -> Service:
