@@ -78,9 +78,8 @@ class PromptReader:
             ContextLengthExceeded: one of them does not fit.
         """
         texts = [item for item in items if isinstance(item, str)]
-        if truncation is None:
-            for text in texts:
-                check_prompt_text(text, self._limits)
+        for text in texts:
+            check_prompt_text(text, self._limits)
         num_chars = sum(map(len, texts))
         return await offload(num_chars, lambda: [self._prompt(item, truncation) for item in items])
 
@@ -93,13 +92,12 @@ class PromptReader:
             InvalidRequest: the template cannot make sense of the messages.
             ContextLengthExceeded: it does not fit.
         """
-        if truncation is None:
-            check_prompt_text(conversation.text, self._limits)
         prompt = await self.render(conversation)
         return self._within(prompt.token_ids, prompt.text, truncation)
 
     async def render(self, conversation: Conversation) -> Prompt:
-        """The same, whatever its length."""
+        """The same, whether it fits in a slot or not; but no text that never could."""
+        check_prompt_text(conversation.text, self._limits)
         encoder = self._encoder
         if encoder is None:
             raise InvalidRequest(
@@ -112,7 +110,12 @@ class PromptReader:
         return await offload(num_chars, lambda: _encode(conversation, encoder))
 
     async def tokens(self, text: str) -> list[int]:
-        """The tokens of a text of any length."""
+        """The tokens of a text, whether they fit in a slot or not.
+
+        Raises:
+            InvalidRequest: it never could fit. Reading it would take the machine for minutes.
+        """
+        check_prompt_text(text, self._limits)
         return await offload(len(text), lambda: self._ids(text))
 
     def text(self, prompt: Prompt) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ellm_serve.errors import InvalidRequest
 from ellm_serve.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -13,6 +14,9 @@ from ellm_serve.serve.backend import Backend
 from ellm_serve.serve.context import RequestContext
 from ellm_serve.serve.conversation import Conversation
 from ellm_serve.serve.prompts import offload
+
+# Serve's proxy breaks answers of more than some ten megabytes.
+MAX_LISTED = 1_000_000
 
 
 async def tokenize(
@@ -30,6 +34,10 @@ async def tokenize(
         prompt = await backend.prompts.render(Conversation.of(request, backend.config))
         tokens = list(prompt.token_ids)
     context.log["prompt_tokens"] = len(tokens)
+    if len(tokens) > MAX_LISTED:
+        raise InvalidRequest(
+            f"The text has {len(tokens)} tokens, and at most {MAX_LISTED} are listed.", "prompt"
+        )
     names = map(backend.tokenizer.id_to_token, tokens)
     return TokenizeResponse(
         count=len(tokens),
