@@ -130,6 +130,7 @@ class ChatForm:
             include_stop=request.include_stop_str_in_output,
             min_tokens=request.min_tokens,
             hide_calls=request.chosen_tools == "none",
+            only_calls=self._demands_call,
             single_call=self._single_call,
             hide_reasoning=self.hides_reasoning,
             think_ids=self._parsers.think_ids,

@@ -27,6 +27,7 @@ class OutputRules:
 
     stop, include_stop, min_tokens: as in `text.answer.AnswerText`, for the content.
     hide_calls: calls are taken out of the content and not shown.
+    only_calls: a call was demanded, so what is not one is the markup of a call that was cut off.
     single_call: the answer ends with its first call.
     hide_reasoning: thoughts are not shown.
     think_ids: the tokens that open and close a thought, where the model has such.
@@ -36,6 +37,7 @@ class OutputRules:
     include_stop: bool = False
     min_tokens: int = 0
     hide_calls: bool = False
+    only_calls: bool = False
     single_call: bool = False
     hide_reasoning: bool = False
     think_ids: tuple[int | None, int | None] = (None, None)
@@ -111,6 +113,8 @@ class ChatOutput:
         return shown
 
     def _content(self, delta: ContentDelta) -> list[OutputDelta]:
+        if self._rules.only_calls:
+            return []
         if not self._rules.stop:
             return [delta]
         armed = self._num_tokens > self._rules.min_tokens

@@ -45,6 +45,16 @@ def test_any_length(served: Harness) -> None:
     assert tokenize(served, prompt=text).tokens == tokenizer.encode(text, allow_special=True)
 
 
+def test_a_text_that_never_fits(served: Harness) -> None:
+    """Reading it would cost minutes, on this path as on any other."""
+    for body in (
+        {"prompt": "a b " * 500_000},
+        {"messages": [{"role": "user", "content": "a b " * 500_000}]},
+    ):
+        with pytest.raises(InvalidRequest, match="contains 20000.. characters"):
+            tokenize(served, **body)
+
+
 def test_conversation(served: Harness) -> None:
     """The same ids that the chat endpoint would use."""
     messages = [{"role": "user", "content": "hi"}]

@@ -265,6 +265,21 @@ def test_a_demanded_call_that_ends(served: Harness, stream: bool) -> None:
         assert found == ([FIRST, SECOND] if choice == "required" else [FIRST])
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_that_is_cut_off(served: Harness, choice: Any, stream: bool) -> None:
+    """Its markup is not shown as text, however little of it there is."""
+    for max_tokens in range(1, 12):
+        served.say("I would rather talk.", IM_END)
+        body = {"tool_choice": choice, "max_tokens": max_tokens}
+        if stream:
+            told = streamed(served, **body)
+            assert not message_of(told).get("content")
+        else:
+            (got,) = whole(served, **body).choices
+            assert (got.message.content, got.finish_reason) == ("", "length")
+
+
 def test_choices_that_cannot_be_served() -> None:
     """A server that cannot read calls, or may not let the model choose, says so."""
     with harness(tool_call_parser="none") as served:
