@@ -77,7 +77,13 @@ def _without_noise(message: Message) -> Message:
 
 def _is_noise(part: object) -> bool:
     text = part.get("text") if isinstance(part, Mapping) else None
-    return isinstance(text, str) and text.startswith(_NOISE)
+    return isinstance(text, str) and is_noise(text)
+
+
+def is_noise(text: str) -> bool:
+    """Whether a system text is a hash of its agent, new in every turn, behind which nothing could
+    ever be reused."""
+    return text.startswith(_NOISE)
 
 
 def text_of(message: Message) -> str:

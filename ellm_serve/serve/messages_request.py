@@ -19,12 +19,10 @@ from ellm_serve.protocol.messages import (
 )
 from ellm_serve.protocol.tokenize import TokenizeChatRequest
 from ellm_serve.serve.context import RequestContext
+from ellm_serve.serve.conversation import is_noise
 from ellm_serve.serve.foreign import log_skipped, session_of
 
 Message = dict[str, Any]
-
-# One agent's hash that is new in every turn: behind it nothing could ever be reused.
-NOISE = "x-anthropic-billing-header"
 
 MIN_THINKING_TOKENS = 1024
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -101,7 +99,7 @@ def _messages(turns: Iterable[Turn]) -> list[Message]:
 
 def _system_texts(content: str | Sequence[ContentBlock]) -> list[str]:
     texts = [content] if isinstance(content, str) else [block.text or "" for block in content]
-    return [text for text in texts if text and not text.startswith(NOISE)]
+    return [text for text in texts if text and not is_noise(text)]
 
 
 def _parts(texts: Iterable[str]) -> list[Message]:

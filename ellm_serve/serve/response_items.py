@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +100,7 @@ class ResponseItems:
         return self.event(kind, **fields, output_index=len(self.items))
 
 
-class _Item:
+class _Item(ABC):
     """An item that is being told. Its events come without what all events of an item have."""
 
     prefix: str
@@ -113,21 +114,21 @@ class _Item:
         """All that was told."""
         return "".join(self.parts)
 
+    @abstractmethod
     def model(self, status: ItemStatus) -> OutputItem:
         """The item as it is; without its text while it is in progress."""
-        raise NotImplementedError
 
     def openings(self) -> list[Event]:
         """Events between the item's beginning and its first piece."""
         return []
 
+    @abstractmethod
     def told(self, text: str) -> Event:
         """The event of a piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closings(self) -> list[Event]:
         """Events between the last piece and the item's end."""
-        raise NotImplementedError
 
 
 class _Message(_Item):

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
+
+from ellm_serve.closing import Closing
 
 TIMEOUT_S = 60.0
 
@@ -73,7 +74,7 @@ class Client:
         return found[0]
 
 
-class Exchange:
+class Exchange(Closing):
     """A request on its connection. Leaving the block closes the connection."""
 
     def __init__(
@@ -126,17 +127,6 @@ class Exchange:
         if self._response is not None:
             self._response.close()
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def raw(url: str, data: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
