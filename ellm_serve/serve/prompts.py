@@ -78,8 +78,9 @@ class PromptReader:
             ContextLengthExceeded: one of them does not fit.
         """
         texts = [item for item in items if isinstance(item, str)]
-        for text in texts:
-            check_prompt_text(text, self._limits)
+        if truncation is None:
+            for text in texts:
+                check_prompt_text(text, self._limits)
         num_chars = sum(map(len, texts))
         return await offload(num_chars, lambda: [self._prompt(item, truncation) for item in items])
 
@@ -92,12 +93,17 @@ class PromptReader:
             InvalidRequest: the template cannot make sense of the messages.
             ContextLengthExceeded: it does not fit.
         """
-        prompt = await self.render(conversation)
+        if truncation is None:
+            check_prompt_text(conversation.text, self._limits)
+        prompt = await self._render(conversation)
         return self._within(prompt.token_ids, prompt.text, truncation)
 
     async def render(self, conversation: Conversation) -> Prompt:
         """The same, whether it fits in a slot or not; but no text that never could."""
         check_prompt_text(conversation.text, self._limits)
+        return await self._render(conversation)
+
+    async def _render(self, conversation: Conversation) -> Prompt:
         encoder = self._encoder
         if encoder is None:
             raise InvalidRequest(
